@@ -58,30 +58,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return losses
 
 
-def test_after_a_kill_right_behind_a_save_that_save_is_there(
-    tmp_path: Path, whole: dict[str, Any]
+@pytest.mark.parametrize(
+    ("kill", "newest"),
+    [({"kill_at": 4}, 4), ({"failpoints": "publish.link.before@2=kill"}, 2)],
+    ids=["right behind a save", "within a save"],
+)
+def test_after_a_kill_the_newest_committed_save_is_there(
+    tmp_path: Path, whole: dict[str, Any], kill: dict[str, Any], newest: int
 ) -> None:
-    code, _, log = job(tmp_path, kill_at=4)
+    code, _, log = job(tmp_path, **kill)
     assert code == -9, log
-    assert committed(tmp_path) == ["checkpoint-4"]
+    assert committed(tmp_path) == [f"checkpoint-{newest}"]
+    assert newest == 4 or (tmp_path / "checkpoint-4").is_dir()
     code, losses, log = job(tmp_path, resume=True)
     assert code == 0, log
-    assert {step: loss for step, loss in losses.items() if int(step) > 4} == {
-        step: loss for step, loss in whole.items() if int(step) > 4
-    }
-
-
-def test_after_a_kill_within_a_save_the_one_before_it_is_there(
-    tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    code, _, log = job(tmp_path, failpoints="publish.link.before@2=kill")
-    assert code == -9, log
-    assert committed(tmp_path) == ["checkpoint-2"]
-    assert (tmp_path / "checkpoint-4").is_dir()
-    code, losses, log = job(tmp_path, resume=True)
-    assert code == 0, log
-    assert {step: loss for step, loss in losses.items() if int(step) > 2} == {
-        step: loss for step, loss in whole.items() if int(step) > 2
+    assert {step: loss for step, loss in losses.items() if int(step) > newest} == {
+        step: loss for step, loss in whole.items() if int(step) > newest
     }
 
 

@@ -199,7 +199,7 @@ class Noting:
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         loss = super().training_step(*arguments, **keywords)  # type: ignore[misc]
-        self.losses[self.state.global_step + 1] = float(loss).hex()  # type: ignore[attr-defined]
+        vars(self).setdefault("losses", {})[self.state.global_step + 1] = float(loss).hex()  # type: ignore[attr-defined]
         return loss
 
 
@@ -263,7 +263,6 @@ def trainer(
         callbacks=[] if kill_after is None else [Kill(kill_after, killing or {})],
         **(options or {}),
     )
-    job.losses = {}
     assert job.is_fsdp_enabled == fsdp
     job.train(resume_from_checkpoint=resume)
     sharded = isinstance(next(job.model.parameters()), DTensor)

@@ -27,21 +27,6 @@ def test_options_are_checked_when_the_accelerator_is_made() -> None:
         DataStatesAccelerator(cpu=True, max_failures="yes")
 
 
-def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
-    """Hooks that save a model by themselves take its weights out of the list."""
-    from dcp_datastates.huggingface import DataStatesAccelerator
-
-    accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    taken = []
-    accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: taken.append(sorted(weights.pop()))
-    )
-    accelerator.save_state(str(tmp_path / "saved"))
-    accelerator.wait_for_saves()
-    assert taken == [["bias", "weight"]]
-
-
 def _accelerator(made: Any, root: Path | str) -> Any:
     """An accelerator of a new process, with a prepared model and optimizer."""
     from accelerate.state import AcceleratorState, PartialState
@@ -247,51 +232,6 @@ def test_a_hook_may_change_the_weights_that_are_saved(tmp_path: Path) -> None:
     accelerator.wait_for_saves()
     accelerator.load_state(path)
     assert torch.equal(accelerator._models[0].weight, weight / 2)
-
-
-@pytest.mark.parametrize("shape", ["LBFGS", "two models", "a parameter of its own"])
-def test_optimizers_of_all_kinds_resume(shape: str, tmp_path: Path) -> None:
-    from accelerate.state import AcceleratorState
-
-    from dcp_datastates.huggingface import DataStatesAccelerator
-
-    def run(resume: bool) -> list[torch.Tensor]:
-        AcceleratorState._reset_state(True)
-        accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
-        torch.manual_seed(0)
-        models = [torch.nn.Linear(4, 4) for _ in range(2 if shape == "two models" else 1)]
-        owned = [each for model in models for each in model.parameters()]
-        if shape == "a parameter of its own":
-            owned.append(torch.nn.Parameter(torch.ones(4)))
-        optimizer: Any = (
-            torch.optim.LBFGS(owned, max_iter=3) if shape == "LBFGS" else torch.optim.AdamW(owned)
-        )
-        accelerator.prepare(*models, optimizer)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            x = torch.ones(2, 4)
-            for model in models:
-                x = model(x)
-            extra = owned[-1] if shape == "a parameter of its own" else 0
-            loss = (x + extra - 2).square().mean()
-            loss.backward()
-            return loss
-
-        if resume:
-            accelerator.load_state(str(tmp_path / "saved"))
-            if shape == "a parameter of its own":
-                owned[-1].data = torch.load(tmp_path / "extra")
-        else:
-            optimizer.step(closure)
-            accelerator.save_state(str(tmp_path / "saved"))
-            torch.save(owned[-1].data, tmp_path / "extra")
-            accelerator.wait_for_saves()
-        for _ in range(3):
-            optimizer.step(closure)
-        return [each.detach().clone() for each in owned]
-
-    assert all(map(torch.equal, run(False), run(True)))
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])

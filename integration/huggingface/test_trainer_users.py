@@ -21,14 +21,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
 import dcp_datastates as ds
-from dcp_datastates.huggingface import DataStatesTrainer
+from huggingface_jobs import NotingStockTrainer as Stock
+from huggingface_jobs import NotingTrainer as Ours
 
 VOCABULARY = 32
 STOCK_WEIGHTS = {"model.safetensors", "optimizer.pt"}
@@ -78,23 +78,6 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
         logging_strategy="no",
         **settings,
     )
-
-
-class Noting:
-    """Notes the losses of a trainer by step."""
-
-    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        loss = super().training_step(*arguments, **keywords)  # type: ignore[misc]
-        vars(self).setdefault("losses", {})[self.state.global_step + 1] = float(loss)  # type: ignore[attr-defined]
-        return loss
-
-
-class Ours(Noting, DataStatesTrainer):
-    pass
-
-
-class Stock(Noting, Trainer):
-    pass
 
 
 BOTH = [pytest.param(Ours, id="ours"), pytest.param(Stock, id="stock")]

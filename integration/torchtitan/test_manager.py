@@ -153,9 +153,11 @@ def test_saves_hold_the_state_of_their_step_split_weights_too(
         ({"interval": 2}, ["step-2", "step-4", "step-5"]),
         ({"interval": 4, "enable_first_step_checkpoint": True}, ["step-1", "step-4", "step-5"]),
         ({"load_only": True}, []),
+        ({"keep_latest_k": 2}, ["step-4", "step-5"]),
+        ({"keep_latest_k": 2, "last_save_model_only": True}, ["step-4", "step-5"]),
     ],
 )
-def test_steps_are_saved_by_torchtitans_policies(
+def test_steps_are_saved_and_kept_by_torchtitans_policies(
     options: dict[str, Any], saved: list[str], job: Callable[..., Job]
 ) -> None:
     one = job(**options)
@@ -283,18 +285,6 @@ def test_purging_keeps_good_commits_and_what_is_not_a_step(job: Callable[..., Jo
     assert one.steps() == ["step-3", "step-4", "step-9"]
     assert (one.folder / "best" / ".metadata").exists()
     assert (one.folder / "old-step-2").exists()
-
-
-@pytest.mark.parametrize("model_only", [False, True])
-def test_after_the_last_step_as_many_are_left_as_are_to_be_kept(
-    model_only: bool, job: Callable[..., Job]
-) -> None:
-    one = job(keep_latest_k=2, last_save_model_only=model_only)
-    for number in range(1, 6):
-        one.step()
-        one.manager.save(number, last_step=number == 5)
-    one.manager.close()
-    assert one.steps() == ["step-4", "step-5"]
 
 
 def test_a_pinned_checkpoint_does_not_keep_stock_ones(job: Callable[..., Job]) -> None:

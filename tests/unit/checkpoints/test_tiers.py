@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.commands import run_cli
 from support.simulated.object_stores import installed
-from support.state.checkpoints import assert_same, raises, save
+from support.state.checkpoints import assert_same, save
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of
 from support.state.states import filled
@@ -88,20 +88,6 @@ def test_a_damaged_file_is_read_from_the_next_tier(tiers, caplog, verify, damage
     assert len(places) == 2
     assert_same(_loaded(places), _state(2))
     assert "reading the copy in" in caplog.text or "looking at the next place" in caplog.text
-
-
-def test_each_file_may_come_from_another_tier(tmp_path, monkeypatch):
-    """Two ranks' files, each damaged in one tier."""
-    fast, slow = tmp_path / "fast", tmp_path / "slow"
-    save(_state(1), fast / "step-1")
-    dcp_datastates.copy(fast / "step-1", slow / "step-1")
-    flip_bit(data_files(slow / "step-1")[0], 5000)
-    assert latest([fast, slow], verify="full") == [fast / "step-1", slow / "step-1"]
-    flip_bit(data_files(fast / "step-1")[0], 5000)
-    with raises(CheckpointCorruptError, "none of the 1", "step-1"):
-        latest([fast, slow], verify="full")
-    with pytest.raises(CheckpointCorruptError):
-        _loaded([fast / "step-1", slow / "step-1"])
 
 
 def test_a_tier_with_another_checkpoint_of_that_name_is_never_mixed_in(tmp_path):

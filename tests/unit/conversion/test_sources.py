@@ -1,5 +1,8 @@
-"""Sources: recognized by their content, and refused where they are damaged, unsafe or not clear."""
+"""Sources: recognized by their content, and refused where they are damaged, unsafe or not clear. And the
+groups in which their tensors are read.
+"""
 
+import itertools
 import json
 import os
 import pickle
@@ -7,6 +10,8 @@ import resource
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.state.checkpoints import assert_same, save
 from support.state.files import data_files, flip_bit, read_file
@@ -14,6 +19,8 @@ from support.state.states import Opinion, filled
 
 import dcp_datastates
 from dcp_datastates import convert
+from dcp_datastates.conversion.source import as_bytes
+from dcp_datastates.conversion.torch_file import torch_source
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -248,3 +255,22 @@ def test_more_files_than_may_be_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     found = torch.load(tmp_path / "out")
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 500))
+def test_groups_are_all_tensors_in_order_and_bounded(tmp_path_factory, lengths, most):
+    state = {f"t{number}": torch.arange(length) for number, length in enumerate(lengths)}
+    path = tmp_path_factory.mktemp("groups") / "in"
+    torch.save(state, path)
+    source = torch_source(path, False)
+    groups = source.groups(state, most)
+    assert list(itertools.chain.from_iterable(groups)) == list(state)
+    for names in groups:
+        found = source.read(names)
+        assert [as_bytes(each) for each in found] == [as_bytes(state[name]) for name in names]
+        sizes = [each.nbytes for each in found if each.nbytes]
+        assert sum(sizes) <= most or len(sizes) == 1

@@ -109,6 +109,3 @@ def test_a_store_is_no_target_and_the_way_there_is_said(to, path, store, tmp_pat
     with pytest.raises(ConfigurationError, match=rf"mem://bucket.*local path.*{way}"):
         convert(tmp_path / "there is none", path, to)
     assert not store.requests()
-
-
-# ---- comparisons -------------------------------------------------------------------------------

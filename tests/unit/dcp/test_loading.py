@@ -188,17 +188,6 @@ def test_stateful_objects_are_given_what_was_loaded(tmp_path):
     assert found.loaded == 1
 
 
-def test_errors_are_the_packages_own_not_wrapped(path):
-    wrong = {"model": {"scale": torch.zeros((), dtype=torch.float32)}}
-    with pytest.raises(IncompatibleStateError, match="cast"):
-        load(path, wrong, only="model.scale")
-    load(path, wrong, only="model.scale", cast=True)
-    assert (
-        wrong["model"]["scale"] == _state()["model"]["scale"].float()
-        or wrong["model"]["scale"].isnan()
-    )
-
-
 @pytest.mark.parametrize("state", [[], [("step", 1)], torch.zeros(3)])
 def test_a_state_that_is_no_dict_is_refused(state, path):
     with pytest.raises(ConfigurationError, match="dict"):

@@ -1,4 +1,8 @@
-"""Arguments that cannot work: one short line that names the argument and what belongs there, raised by the call."""
+"""Arguments that cannot work: one short line that names the argument and what belongs there, raised by the call. And
+options that calls pass on: the same names everywhere, and a misspelled one is named.
+"""
+
+import inspect
 
 import pytest
 import torch
@@ -6,6 +10,8 @@ from support.state.checkpoints import CACHE
 from support.state.tracebacks import frames_in
 
 import dcp_datastates as ds
+from dcp_datastates.config import WriterOptions
+from dcp_datastates.loading.fit import Fit, FitOptions, LoadOptions
 
 MODEL = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
 STATE = {"model": MODEL, "t": torch.ones(5000)}
@@ -58,6 +64,17 @@ MISTAKES = {
     },
     "convert, format": (lambda p: ds.convert(p, p, "xml"), "to='xml'"),
     "manager, keep": (lambda p: _manager(p, keep=0), "keep=0"),
+    "async_save, misspelled": (
+        lambda p: ds.async_save(STATE, p, host_cach_size=1),
+        "'host_cach_size'; did you mean 'host_cache_size'",
+    ),
+    "save, misspelled": (lambda p: ds.save(STATE, p, read=1), "'read'; did you mean 'reads'"),
+    "manager, misspelled": (
+        lambda p: _manager(p, max_in_fligt=1),
+        "'max_in_fligt'; did you mean 'max_in_flight'",
+    ),
+    "load, misspelled": (lambda p: ds.load(p, renames=1), "'renames'; did you mean 'rename'"),
+    "load, misspelled beyond recognition": (lambda p: ds.load(p, allow_casts=1), "'allow_casts'"),
 }
 
 
@@ -71,3 +88,16 @@ def test_a_mistake_is_answered_in_one_line_that_says_what_belongs_there(mistake,
     assert "\n" not in message
     assert len(message) < 250
     assert 1 <= frames_in(raised.value) <= 3
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_options_that_are_passed_on_are_those_of_the_writer():
+    parameters = inspect.signature(ds.DataStatesWriter.__init__).parameters
+    passed = set(parameters) - {"self", "path", "process_group"}
+    assert passed == set(WriterOptions.__annotations__)
+
+
+def test_the_options_of_a_load_are_those_that_are_checked():
+    checked = {each for each in Fit.__dataclass_fields__ if each != "only"}
+    assert set(FitOptions.__annotations__) == checked
+    assert set(LoadOptions.__annotations__) == {*checked, "only", "allow_objects", "share_reads"}

@@ -125,9 +125,10 @@ class Around:
 def test_a_planner_around_ours_decides_what_is_stored_in_each_save(tmp_path):
     planner, state = Around(), {"w": torch.ones(200, 500)}
     for number in range(3):
-        path = tmp_path / str(number)
-        dcp_datastates.async_save(state, path, planner=planner, host_cache_size=CACHE).result(60)
+        path, options = tmp_path / str(number), {"metrics": {"loss": float(number)}}
+        dcp_datastates.save(state, path, planner=planner, host_cache_size=CACHE, **options)
         assert_same(load(zeros(state), path), {"w": torch.full((200, 500), 2.0)})
+        assert dcp_datastates.inspect(path).metrics == {"loss": number}
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])

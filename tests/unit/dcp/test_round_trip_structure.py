@@ -1,7 +1,5 @@
 """Everything around the tensors comes back too: names, nesting, Python objects, nothing at all."""
 
-import os
-
 import pytest
 import torch
 from support.state.checkpoints import (
@@ -17,7 +15,6 @@ from support.state.checkpoints import (
 )
 from support.state.states import Opinion, filled
 
-from dcp_datastates import verify
 from dcp_datastates.errors import DataStatesError
 
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
@@ -70,16 +67,6 @@ def test_a_name_that_is_not_text_is_refused_and_not_committed(tmp_path):
     with raises((DataStatesError, ValueError), "Unicode"):
         save({"\ud800": torch.ones(2)}, path)
     assert not committed(path)
-
-
-@both_ways
-def test_a_directory_whose_name_is_not_text_is_saved_to(how, tmp_path):
-    path = os.fsdecode(os.fsencode(tmp_path) + b"/step\xff-1")
-    for number in range(2):
-        state = {"w": torch.full((70_000,), float(number)), "n": number}
-        put(how, state, path)
-        assert_same(load_everything(path), state)
-    assert verify(path).whole
 
 
 def _rename(opinion):

@@ -15,6 +15,7 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.states import filled
+from support.stores.kinds import new_store, objects_below
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -50,6 +51,25 @@ def _replace(store, key, data):
 
 
 # ---- ways to save and to load ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto", "azurite"])
+def test_a_checkpoint_is_saved_replaced_found_loaded_and_deleted_in_stores_of_each_kind(kind):
+    store = new_store(kind)
+    run = f"{store.url}/run"
+    for step, state in ((1, LARGE), (2, STATE), (2, OTHER)):
+        dcp_datastates.save(state, f"{run}/step-{step}", host_cache_size=CACHE)
+    assert str(dcp_datastates.latest(run)) == f"{run}/step-2"
+    assert_same(dcp_datastates.load(f"{run}/step-2"), OTHER)
+    assert_same(dcp_datastates.load(f"{run}/step-1"), LARGE)
+    dcp_datastates.verify(f"{run}/step-2")
+    dcp_datastates.delete(f"{run}/step-2")
+    assert str(dcp_datastates.latest(run)) == f"{run}/step-1"
+    dcp_datastates.delete(f"{run}/step-1")
+    assert dcp_datastates.latest(run) is None
+    assert objects_below(store) == []
+    with pytest.raises(CheckpointNotFoundError):
+        dcp_datastates.load(f"{run}/step-1")
 
 
 def test_all_ways_to_save_make_the_same_checkpoint(path):

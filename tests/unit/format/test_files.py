@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from support.state.checkpoints import assert_same, attempts, bits, load_everything, save, zeros
+from support.state.checkpoints import assert_same, attempts, bits, save, zeros
 from support.state.files import BLOCK, crc32c, data_files, read_file
 from support.state.states import DTYPES, filled
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -74,13 +74,6 @@ def test_the_files_are_where_they_should_be_and_nothing_else_is(tmp_path):
     (attempt,) = attempts(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".metadata", attempt.name]
     assert sorted(entry.name for entry in attempt.iterdir()) == ["decision", "r00000-0.safetensors"]
-
-
-def test_a_moved_checkpoint_loads(tmp_path):
-    state = {"w": filled((100_000,), torch.float32), "object": {"k": 1}}
-    save(state, tmp_path / "here")
-    (tmp_path / "here").rename(tmp_path / "there")
-    assert_same(load_everything(tmp_path / "there"), state)
 
 
 def test_the_hugging_face_reader_loads_the_attempt(tmp_path):

@@ -113,19 +113,6 @@ def test_a_range_of_a_wrong_length_is_an_error_that_names_it(engine, wrong):
     check_nothing_left(engine)
 
 
-def test_a_wrong_byte_ends_it_without_an_error_of_its_own(engine):
-    objects, names, data = saved(engine, 4 * SEGMENT)
-    damaged = bytearray(objects.stored[names[0]])
-    damaged[2 * SEGMENT + 7] ^= 4
-    objects.stored[names[0]] = bytes(damaged)
-    job = restore(engine, objects, names, [np.zeros_like(each) for each in data])
-    fetch(job, objects.read_range)
-    assert job.wait(60)
-    assert job.fault is not None
-    assert (job.fault.kind, job.fault.offset) == ("corrupt", 2 * SEGMENT)
-    check_nothing_left(engine)
-
-
 def test_a_cancelled_restore_is_done_while_the_store_hangs(engine):
     objects, names, data = saved(engine, 4 * SEGMENT)
     hangs, released = threading.Event(), threading.Event()

@@ -24,7 +24,6 @@ from dcp_datastates.planning.column_planning import PlanOptions, assign_shares
 from dcp_datastates.planning.messages import Why
 
 quick = settings(max_examples=150)
-MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
 
 
@@ -212,21 +211,6 @@ def test_the_order_of_items_does_not_change_what_is_dealt(ranks, random):
     assert bytes_of(shuffled, assign(shuffled)[0]) == loads
 
 
-@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [1, 0, 2, 5, 3, 4]])
-def test_other_numbers_for_the_ranks_only_permute_their_shares(order):
-    """Two shards on three ranks each, and what all six have."""
-    plans = []
-    for rank in range(6):
-        shards = [
-            item(f"s{n}", (4000, 1024), Box((2000 * (rank % 2), 0), (2000, 1024))) for n in range(5)
-        ]
-        common = [replica(f"c{n}", (size, 1024)) for n, size in enumerate([7, 100, 2500, 3000])]
-        plans.append(plan(*shards, *common, thing("o")))
-    permuted = [plans[rank] for rank in order]
-    expected = Counter(bytes_of(plans, assign(plans)[0]))
-    assert Counter(bytes_of(permuted, assign(permuted)[0])) == expected
-
-
 @pytest.mark.parametrize("holders", [2, 3, 8, 64, 1000])
 def test_data_parallel_ranks_write_the_same_number_of_bytes(holders):
     """A model of 8 GiB in 101 tensors, with their optimizer's steps and some objects."""
@@ -246,31 +230,6 @@ def test_data_parallel_ranks_write_the_same_number_of_bytes(holders):
     parts = [part for items in written(plans, finals) for part in items]
     slices = [nbytes(part) for part in parts if part.type is WriteItemType.SHARD]
     assert min(slices) >= 64 << 10
-
-
-def test_what_others_have_to_write_counts():
-    """Rank 0 has much that no one else has: of the replicas it writes that much less."""
-    common = [replica("r", (4096, 4096))]
-    own = [item("own", (2048, 2048), Box((0, 0), (2048, 2048)))]
-    plans = [plan(*common, *own), plan(*common), plan(*common)]
-    loads = bytes_of(plans, assign(plans)[0])
-    assert max(loads) - min(loads) <= 4096 * 4
-    plans = [plan(*common, item("own", (8192, 8192))), plan(*common), plan(*common)]
-    finals, _ = assign(plans)
-    assert len(finals[0].items) == 1
-    assert len({*bytes_of(plans, finals)[1:]}) == 1
-
-
-@pytest.mark.parametrize("plain", [[0, 1, 2], [1]])
-def test_a_plain_tensor_is_written_whole_by_one_rank(plain):
-    """Nothing says that it is the same on all ranks; if one of them does not know, it is not: the first writes it."""
-    shape = (8192, 64)
-    plans = [plan(item("t", shape) if rank in plain else replica("t", shape)) for rank in range(3)]
-    finals, catalog = assign(plans)
-    assert catalog.counts.tolist() == [1]
-    assert bytes_of(plans, finals) == [8192 * 64 * 4, 0, 0]
-    assert [final.shared.tolist() for final in finals] == [[0]] * 3, "and all compare it"
-    assert all((final.sets % len(Why) == Why.UNDECLARED).all() for final in finals)
 
 
 def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_not_declared_equal():
@@ -305,13 +264,6 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts_and_which_are_no
         assert decoded.sets.tolist() == finals[1].sets.tolist()
 
 
-def test_small_chunks_stay_whole_and_are_spread_over_all_holders():
-    plans = [plan(*(replica(f"t{number}", (1000, 100)) for number in range(64)))] * 8
-    finals, catalog = assign(plans)
-    assert (catalog.counts == 1).all()
-    assert [len(final.items) for final in finals] == [8] * 8
-
-
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("kind", ["item", "thing"])
 def test_what_is_not_declared_equal_is_the_lowest_holders(kind, split):
@@ -338,14 +290,6 @@ def test_no_rank_is_preferred_for_a_lone_small_tensor():
         writers[next(rank for rank in range(4) if len(finals[rank].items))] += 1
     assert len(writers) == 4
     assert min(writers.values()) > 20
-
-
-def test_slices_are_never_slivers():
-    """2 MiB for 100 ranks: 32 of them write 64 KiB each."""
-    plans = [plan(replica("t", (8192, 64)))] * 100
-    finals, catalog = assign(plans)
-    assert catalog.counts.tolist() == [32]
-    assert {*bytes_of(plans, finals)} == {0, 64 << 10}
 
 
 @pytest.mark.parametrize(

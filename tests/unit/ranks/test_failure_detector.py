@@ -165,12 +165,23 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
     assert "is dead" in str(loss)
 
 
-def test_another_machines_process_is_never_called_dead():
+def test_another_machines_process_is_never_called_dead_nor_near():
+    """Machines that were copied while they ran share all but the name."""
     host, boot, pid, started = identity().split("|")
-    assert not is_gone("|".join([host, "another boot", "1", "0"]))
-    assert is_gone("|".join([host, boot, pid, "0"])), "pid reused"
-    assert not is_gone("|".join([host, boot, pid, started]))
-    assert not is_gone("|".join([host, "", "999999", "0"]))
+
+    def who(host=host, boot=boot, pid=pid, started=started):
+        return "|".join([host, boot, pid, started])
+
+    assert is_gone(who(started="0")), "pid reused"
+    assert not is_gone(who())
+    assert is_near(who())
+    assert not is_near(who(host=host + "-2"))
+    for elsewhere in (
+        {"host": host + "-2"},
+        {"boot": "another boot", "pid": "1"},
+        {"boot": "", "pid": "999999"},
+    ):
+        assert not is_gone(who(**elsewhere, started="0"))
 
 
 def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors, monkeypatch):
@@ -304,14 +315,6 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
             detector._beat()
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4
-
-
-def test_a_process_of_a_host_with_another_name_is_not_near():
-    """Machines that were copied while they ran share all the rest."""
-    host, boot, pid, started = identity().split("|")
-    assert is_near("|".join([host, boot, pid, started]))
-    assert not is_near("|".join([host + "-2", boot, pid, started]))
-    assert not is_gone("|".join([host + "-2", boot, pid, "0"]))
 
 
 def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):

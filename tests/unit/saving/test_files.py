@@ -10,7 +10,6 @@ from support.state.plans import item, thing
 
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
-from dcp_datastates.format.layout import LayoutItem, lay_out
 from dcp_datastates.io import engine
 from dcp_datastates.planning.part_files import PartFiles
 from dcp_datastates.results import SaveStats
@@ -43,18 +42,6 @@ def _job(tmp_path, *items, **data):
     native = engine.engine(parse_size(CACHE))
     reads = DeferredReads(0, SaveStats(), 60.0)  # of no state
     return Content(native, _Planning(*items, **data), reads, tmp_path, 0)
-
-
-def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):
-    items = [item("w", (3, 2)), thing("o"), item("e", (0, 4))]
-    weight, empty = torch.ones(3, 2), torch.zeros(0, 4)
-    job = _job(tmp_path, *items, w=weight, o=io.BytesIO(b"x" * 77), e=empty)
-    assert len(job.files) == 1
-    (layout,) = lay_out(list(map(LayoutItem.of, items)), 0)
-    assert job.sizes == {layout.name: layout.seal([77]).nbytes}
-    assert job.report.lengths.tolist() == [24, 77, 0]
-    held = [each.data_ptr() for each in job.keep if isinstance(each, torch.Tensor)]
-    assert weight.data_ptr() in held
 
 
 @pytest.mark.parametrize(

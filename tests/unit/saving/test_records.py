@@ -18,7 +18,6 @@ from dcp_datastates import CheckpointManager
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
-    CheckpointSkipped,
     CommitOutcomeUnknown,
     StorageError,
 )
@@ -132,23 +131,6 @@ def test_a_failed_save_has_a_record_with_its_error(tmp_path):
     assert record.error.startswith("StorageError: ")
     assert record.step == 3
     assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
-
-
-def test_a_skipped_save_has_a_record_and_the_one_before_it_too(tmp_path):
-    state, _optimizer = owned()
-    by = writer(reads=3600, when_behind="skip", max_in_flight=1)
-    with recorded() as records:
-        first = dcp_datastates.async_save(state, tmp_path / "a", writer=by)
-        second = dcp_datastates.async_save(state, tmp_path / "b", writer=by)
-        first.captured.result()
-        with pytest.raises(CheckpointSkipped):
-            second.result()
-        first.result()
-        await_that(lambda: len(records) == 2)
-    assert {record.path[-1]: record.outcome for record in records} == {
-        "a": "committed",
-        "b": "skipped",
-    }
 
 
 def test_a_call_that_waits_for_earlier_saves_says_for_how_long(tmp_path):

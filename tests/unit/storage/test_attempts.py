@@ -30,12 +30,6 @@ def _committed(path):
     return None if found is None else found[0]
 
 
-def test_an_empty_prefix_holds_nothing(path):
-    assert attempts.present(path) == []
-    assert attempts.newest_committed(path) is None
-    assert attempts.survey(path) == {}
-
-
 def test_whether_one_is_committed_is_told_without_reading_its_metadata(path, store):
     _commit(path, OLD)
     _commit(path, NEW)
@@ -45,17 +39,6 @@ def test_whether_one_is_committed_is_told_without_reading_its_metadata(path, sto
     assert "get" not in store.counts, "the metadata of 16,384 ranks have a GiB"
 
 
-def test_the_newest_committed_attempt_counts(path, store):
-    _commit(path, NEW)
-    _commit(path, OLD)  # later
-    _upload(path, Attempt(18, 1))  # in flight
-    assert attempts.present(path) == [OLD, NEW, Attempt(18, 1)]
-    found = attempts.newest_committed(path)
-    assert found is not None
-    assert found[0] == NEW
-    assert found[1] == METADATA + NEW.name.encode()
-
-
 def test_withdrawn_and_deleted_attempts_are_passed_over(path):
     _commit(path, OLD)
     _upload(path, MIDDLE)
@@ -63,13 +46,6 @@ def test_withdrawn_and_deleted_attempts_are_passed_over(path):
     _commit(path, NEW)
     decisions.mark_deleted(path, NEW)
     assert _committed(path) == OLD
-
-
-def test_two_requests_find_the_checkpoint(path, store):
-    _commit(path, NEW)
-    store.counts.clear()
-    assert _committed(path) == NEW
-    assert store.counts == {"list": 1, "get": 1}
 
 
 def test_a_reader_that_is_overtaken_by_a_save_looks_again(path, store):
@@ -110,25 +86,6 @@ def test_a_survey_shows_what_each_attempt_consists_of(path, store):
     assert [each.key for each in found[NEW].others] == [f"{path.key}/{NEW.name}/deleting"]
 
 
-def test_each_rank_removes_its_own_files_and_the_decision_stays(path, store):
-    _upload(path, NEW, ranks=4)
-    decisions.withdraw(path, NEW)
-    attempts.remove_data(path, NEW, 1, 2)
-    left = {key.rpartition("/")[2] for key in store.objects}
-    assert left == {"r00000-0.safetensors", "r00002-0.safetensors", "decision"}
-    assert attempts.has_data(path, NEW)
-    attempts.remove_data(path, NEW, 0, 2)
-    assert not attempts.has_data(path, NEW)
-    attempts.remove_data(path, NEW, 0, 2)  # nothing left to do
-
-
-def test_the_bucket_itself_can_be_a_checkpoint(monkeypatch, store):
-    path = installed(monkeypatch, store, "")
-    _commit(path, NEW)
-    assert _committed(path) == NEW
-    assert set(attempts.survey(path)) == {NEW}
-
-
 # ---- the index of a directory of checkpoints ------------------------------------------------------
 
 
@@ -147,15 +104,6 @@ def test_entries_are_listed_newest_first(root):
         Entry(Attempt(16, 2), "step-0"),
         Entry(Attempt(16, 1), "step-2"),
     ]
-
-
-def test_an_entry_is_one_empty_object_and_a_listing_one_request(root, store):
-    attempts.register(root / "step-1", Attempt(16, 1))
-    attempts.register(root / "step-1", Attempt(16, 1))
-    assert [each.data for each in store.objects.values()] == [b""]
-    store.counts.clear()
-    attempts.entries(root)
-    assert store.counts == {"list": 1}
 
 
 def test_forgetting_takes_only_the_path_s_own(root):

@@ -22,23 +22,6 @@ def _next(store, *fates):
     store.on_request = fate
 
 
-def test_one_request_commits_an_undecided_attempt_and_nothing_withdraws_it_then(path, store):
-    assert decisions.committed_metadata(path, ATTEMPT) is None
-    assert decisions.state_of(path, ATTEMPT) is None
-    before = store.requests()
-    assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
-    assert store.requests() == before + 1
-    assert decisions.committed_metadata(path, ATTEMPT) == METADATA
-    assert decisions.state_of(path, ATTEMPT) is State.COMMITTED
-    assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
-
-
-def test_what_is_withdrawn_cannot_be_committed(path):
-    assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
-    assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
-    assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
-
-
 @pytest.mark.parametrize("fate", [Fate.LOST, Fate.RETRIED])
 def test_a_commit_whose_reply_is_lost_is_a_commit(path, store, fate):
     _next(store, fate)
@@ -57,14 +40,6 @@ def test_a_commit_that_may_come_late_is_withdrawn_before_it_is_told(path, store)
 def test_a_withdrawal_whose_reply_is_lost_is_one(path, store, fate):
     _next(store, fate)
     assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
-
-
-def test_a_store_that_does_not_answer_leaves_it_open(path, store):
-    store.on_request = lambda request: Fate.REFUSED
-    with pytest.raises(StorageError):
-        decisions.decide(path, ATTEMPT, METADATA)
-    with pytest.raises(StorageError):
-        decisions.withdraw(path, ATTEMPT)
 
 
 def test_a_deletion_is_final(path, store):

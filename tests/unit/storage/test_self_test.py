@@ -18,7 +18,6 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
 from dcp_datastates.storage.claims import Neighbours
-from dcp_datastates.storage.object_path import stored
 from dcp_datastates.storage.self_test import Operation, examine, what_works
 from dcp_datastates.storage.store_calls import ExpiredError
 
@@ -340,17 +339,3 @@ def test_what_a_killed_self_test_left_is_no_checkpoint_and_goes_with_the_directo
         (left / name).touch()
     dcp_datastates.delete(left.parent)
     assert os.listdir(tmp_path) == []
-
-
-def test_it_is_tried_where_the_checkpoint_goes_for_the_root_may_not_be_writable(tmp_path):
-    found = []
-    examine = self_test.examine
-
-    def note(where):
-        found.append(str(where))
-        return examine(where)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(self_test, "examine", note)
-        self_test.what_works_for(stored(tmp_path))
-    assert found == [str(tmp_path)]

@@ -95,23 +95,6 @@ def test_a_store_that_is_away_costs_nothing_but_time(tmp_path, slow, store, capl
     assert all(verify(f"{slow}/step-{step}").whole for step in (1, 2, 3))
 
 
-@pytest.mark.parametrize("kind", ["put", "put_if_absent", "list", "get_range"])
-@pytest.mark.parametrize("fate", [Fate.REFUSED, Fate.LOST])
-def test_any_request_may_fail_or_lose_its_answer(tmp_path, slow, store, kind, fate):
-    """The first two of its kind."""
-    left = [2]
-
-    def on_request(request):
-        if request.kind == kind and left[0] and threading.current_thread().name.endswith("archive"):
-            left[0] -= 1
-            return fate
-        return Fate.DONE
-
-    store.on_request = on_request
-    _save(tmp_path / "fast/step-1", slow).archived.result(30)
-    assert verify(f"{slow}/step-1").whole
-
-
 def test_a_restart_goes_on_where_the_process_ended(tmp_path, either, store):
     fast = tmp_path / "fast"
     for step in (1, 2):
@@ -295,12 +278,6 @@ def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
     load(locate(slow) / "step-1")
     _save_checked(tmp_path / "new-node/step-2", slow).archived.result(30)
     assert latest([tmp_path / "new-node", slow])[0] == tmp_path / "new-node/step-2"
-
-
-def test_the_same_fast_tier_joins_the_run_when_it_was_lost(tmp_path, slow):
-    _save_checked(tmp_path / "fast/step-1", slow).archived.result(30)
-    shutil.rmtree(tmp_path / "fast")
-    _save_checked(tmp_path / "fast/step-2", slow).archived.result(30)
 
 
 def test_another_run_does_not_share_the_archive(tmp_path, slow):

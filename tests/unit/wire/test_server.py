@@ -15,15 +15,9 @@ from support.waiting import await_that
 
 from dcp_datastates.wire import server as servers
 from dcp_datastates.wire.line import CHALLENGE_BYTES, PROOF_BYTES, connect, proof
-from dcp_datastates.wire.server import Server, listen
+from dcp_datastates.wire.server import listen
 
-NAME = "dcp_datastates-wire-test"
-
-
-def echo(line):
-    for words, data in line.requests(100):
-        line.answer(words, data)
-
+from .conftest import serving, threads
 
 SERVED = """
 import socket
@@ -35,25 +29,13 @@ server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w
 """The first lines of a program with a server."""
 
 
-@pytest.fixture
-def server():
-    made = Server(*listen("127.0.0.1"), NAME, echo)
-    yield made
-    made.close()
-    await_that(lambda: not threads())
-
-
 @pytest.fixture(params=["plain", "TLS"])
 def either(request, monkeypatch, tmp_path):
-    """A server with or without TLS."""
+    """Without and with TLS, and a server of that kind."""
     if request.param == "TLS":
         certificate = Certificate(tmp_path / "job.pem")
         monkeypatch.setenv("DCP_DATASTATES_SECRET_FILE", str(certificate.path))
     return request.getfixturevalue("server")
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
 def stranger(server):
@@ -171,7 +153,7 @@ def test_a_process_with_few_descriptors_can_open_files_while_strangers_come(tmp_
 def test_another_token_or_secret_is_refused_at_both_ends(of_server, of_client, monkeypatch):
     """Who has read all of the job's store knows the token, and not the secret."""
     monkeypatch.setenv("DCP_DATASTATES_SECRET", of_server)
-    with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
+    with contextlib.closing(serving()) as server:
         with contextlib.closing(connect(server.address)) as own:
             assert asked(own, "own") == ("own", b"")
         assert server.await_unused(10)
@@ -292,7 +274,7 @@ def test_a_line_that_has_answered_is_in_use(server):
         assert not server.await_unused(0.01)
 
 
-def test_a_forked_child_holds_no_socket(tmp_path):
+def test_a_forked_child_holds_no_socket(either, tmp_path):
     ended = run_script(
         """
         own = connect(server.address)
@@ -314,7 +296,7 @@ def test_a_forked_child_holds_no_socket(tmp_path):
         assert sockets() == before
         assert asked(own, "still there")[0] == "still there"
         """,
-        tmp_path,
+        tmp_path / "scratch",
         preface=SERVED,
     )
     ended.assert_clean()

@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs.scripts import run_script
 from support.stores.asking import asked
 from support.stores.certificates import Certificate
 from support.stores.nodes import Cluster
-from support.waiting import await_that
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.wire import server as servers
@@ -28,16 +26,10 @@ from dcp_datastates.wire.line import (
     proof,
 )
 from dcp_datastates.wire.secret import Address
-from dcp_datastates.wire.server import Server, listen
+
+from .conftest import MOST, serving
 
 VARIABLE = "DCP_DATASTATES_SECRET_FILE"
-NAME = "dcp_datastates-wire-test"
-MOST = 32 << 20
-
-
-def echo(line):
-    for words, data in line.requests(MOST):
-        line.answer(words, data)
 
 
 @pytest.fixture
@@ -49,11 +41,8 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def server(own):
-    made = Server(*listen("127.0.0.1"), NAME, echo)
-    yield made
-    made.close()
-    await_that(lambda: not any(each.name == NAME for each in threading.enumerate()))
+def server(own, server):
+    return server
 
 
 @contextlib.contextmanager
@@ -149,7 +138,7 @@ def test_of_certificates_that_one_authority_has_signed_only_the_jobs_counts(tmp_
     stranger = a_client()
     stranger.load_cert_chain(Certificate(tmp_path / "stranger.pem", issuer=authority).path)
     monkeypatch.setenv(VARIABLE, str(job.path))
-    with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
+    with contextlib.closing(serving()) as server:
         assert knocks(server, stranger) == b""
         with contextlib.closing(connect(server.address)) as line:
             assert asked(line, "own") == ("own", b"")
@@ -172,7 +161,7 @@ def test_a_man_in_the_middle_who_decrypts_is_refused(tmp_path, monkeypatch, by):
                 heard.append(encrypted.recv(1000))
 
     with (
-        contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server,
+        contextlib.closing(serving()) as server,
         socket.create_server(("127.0.0.1", 0)) as between,
     ):
         thread = threading.Thread(target=decrypt, args=(between, server))
@@ -187,7 +176,7 @@ def test_a_man_in_the_middle_who_decrypts_is_refused(tmp_path, monkeypatch, by):
 def test_one_end_without_tls_is_refused_immediately_and_told_why(own, monkeypatch, is_plain):
     if is_plain == "server":
         monkeypatch.delenv(VARIABLE)
-    with contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server:
+    with contextlib.closing(serving()) as server:
         began = time.monotonic()
         if is_plain == "client":
             monkeypatch.delenv(VARIABLE)
@@ -230,7 +219,7 @@ def test_another_file_is_refused_and_named(server, tmp_path, monkeypatch):
 def test_a_certificate_that_has_expired_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(Certificate(tmp_path / "old.pem", days=-1).path))
     with (
-        contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server,
+        contextlib.closing(serving()) as server,
         pytest.raises(PermissionError, match="certificate has expired"),
     ):
         connect(server.address)
@@ -296,31 +285,6 @@ def test_a_server_that_is_silent_within_the_handshake_is_waited_for_no_longer_th
         accepted[0].close()
 
 
-def test_a_forked_child_holds_no_socket(own, tmp_path):
-    ended = run_script(
-        """
-        import socket
-        from dcp_datastates.wire.line import connect
-        from dcp_datastates.wire.server import Server, listen
-        from support.stores.asking import asked
-        server = Server(*listen("127.0.0.1"), "wire", lambda line: [line.answer(w) for w, _ in line.requests()])
-        own = connect(server.address)
-        assert asked(own, "there")[0] == "there"
-        def sockets():
-            held = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-            return [each for each in held if os.path.islink(each) and "socket:" in os.readlink(each)]
-        assert len(sockets()) == 3
-        child = os.fork()
-        if child == 0:
-            os._exit(len(sockets()))
-        assert os.waitpid(child, 0)[1] == 0
-        assert asked(own, "still there")[0] == "still there"
-        """,
-        tmp_path / "scratch",
-    )
-    ended.assert_clean()
-
-
 # ---- the file ----------------------------------------------------------------------------------------
 
 
@@ -342,7 +306,7 @@ def test_a_file_that_cannot_be_used_is_refused_and_named(own, tmp_path, has):
         }[has]
     )
     with pytest.raises(ConfigurationError, match=rf"{VARIABLE}=.*private key without a password"):
-        Server(*listen("127.0.0.1"), NAME, echo)
+        serving()
 
 
 def test_a_certificate_in_the_variable_is_refused(own, monkeypatch):
@@ -361,7 +325,7 @@ def test_the_command_of_the_documents_makes_such_a_file(tmp_path, monkeypatch):
     assert file.stat().st_mode & 0o077 == 0
     monkeypatch.setenv(VARIABLE, str(file))
     with (
-        contextlib.closing(Server(*listen("127.0.0.1"), NAME, echo)) as server,
+        contextlib.closing(serving()) as server,
         contextlib.closing(connect(server.address)) as line,
     ):
         assert asked(line, "own") == ("own", b"")
