@@ -56,7 +56,7 @@ BUDGETS = {
     "io": 2_482,
     "lightning": 722,
     "loading": 1_724,
-    "manager": 4_611,
+    "manager": 4_589,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_845,
@@ -66,7 +66,7 @@ BUDGETS = {
     "sharing": 708,
     "staging": 1_930,
     "storage": 3_480,
-    "tiers": 2_168,
+    "tiers": 2_089,
     "torchtitan": 466,
     "weights": 958,
     "wire": 644,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_892}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_803}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
