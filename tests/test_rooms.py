@@ -45,8 +45,8 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_518,
-    "checkpoints": 2_585,
-    "cli": 1_011,
+    "checkpoints": 2_549,
+    "cli": 1_005,
     "commit": 1_521,
     "conversion": 2_053,
     "dcp": 2_022,
@@ -56,7 +56,7 @@ BUDGETS = {
     "io": 2_482,
     "lightning": 722,
     "loading": 1_724,
-    "manager": 4_589,
+    "manager": 4_579,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_845,
@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 2_174,
     "sharing": 708,
     "staging": 1_930,
-    "storage": 3_471,
+    "storage": 3_465,
     "tiers": 2_089,
     "torchtitan": 466,
     "weights": 958,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_765}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 52_719}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
@@ -14,11 +13,10 @@ from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import check_count, parse_rate
 from dcp_datastates.dcp.async_save import SaveHandle
 from dcp_datastates.manager.save_tracker import SaveTracker
-from dcp_datastates.manager.step_directories import PREFIX, StepDirectories
+from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.storage.job_notes import RETENTION_NAME, Note, leave
 from dcp_datastates.tiers.archive import Archive, archive_of, archive_save
 from dcp_datastates.tiers.run_identity import another_run, of_another_run
 
@@ -98,7 +96,6 @@ class Keeping:
         if self._archives:
             self._open_archives()
         self._deletes = rank_set.rank == 0 and (keep is not None or len(steps.roots) > 1)
-        self._is_noted = rank_set.rank != 0
 
     def _open_archives(self) -> None:
         fast, *slow = self._steps.roots
@@ -144,8 +141,6 @@ class Keeping:
 
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""
-        if not self._is_noted:
-            self._saves.when_committed(self._note_rules)
         if self._deletes:
             self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
@@ -153,11 +148,6 @@ class Keeping:
     def _request_deletions(self) -> None:
         if self._deletes:
             self._saves.deletions.request(self._committed)
-
-    def _note_rules(self) -> None:
-        self._is_noted = True
-        rules = None if self._keep is None else {"prefix": PREFIX, **asdict(self._keep)}
-        leave(self._steps.roots[0], RETENTION_NAME, Note(rules=rules))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all that is committed, and is to be archived or published, is; for at most ``seconds``, and then
