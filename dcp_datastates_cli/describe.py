@@ -188,12 +188,6 @@ def _entries(found: Directory, failed: str | None, now: float) -> Iterator[tuple
         about = filter(None, (failure.checkpoint, when, failure.by, since))
         yield "last failure", ", ".join(about) or "unknown"
         yield "", failure.error or "the disk was full, so that the note has the time alone"
-    if (job := found.retention) is not None:
-        yield "next deleted", job.error or ", ".join(found.deletes_next or ["nothing"])
-        given = {name: rule for name, rule in (job.rules or {}).items() if rule is not None}
-        rules = ", ".join(f"{name}={rule!r}" for name, rule in given.items() if name != "prefix")
-        said = f"Keep({rules})" if rules else "all stay"
-        yield "", f"{said}, {job.by}, since {date(job.at)}" if job.by else ""
     if found.free_nbytes is not None:
         count = free_saves(found)
         room = "" if count is None else f": room for {count:,} saves like the newest"

@@ -71,7 +71,7 @@ _COMMANDS: Final = {
     "inspect": _Command(
         "describe.run_inspect",
         "Describe a checkpoint, or the state of a directory of checkpoints. Of a directory: the newest, what is in "
-        "flight, what failed last, what is deleted next, and the free space. Only the metadata are read, and the sizes "
+        "flight, what failed last, and the free space. Only the metadata are read, and the sizes "
         "of files looked up. Exit status: 0 described, 1 metadata are damaged, or a file is missing or has another "
         "size, 2 no checkpoint or it cannot be read.",
         [

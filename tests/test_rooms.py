@@ -45,9 +45,9 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_574,
-    "cli": 1_011,
-    "commit": 1_533,
+    "checkpoints": 2_538,
+    "cli": 1_005,
+    "commit": 1_521,
     "conversion": 2_056,
     "dcp": 1_945,
     "deepspeed": 730,
@@ -56,7 +56,7 @@ BUDGETS = {
     "io": 2_424,
     "lightning": 722,
     "loading": 1_686,
-    "manager": 4_450,
+    "manager": 4_418,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_788,
@@ -65,8 +65,8 @@ BUDGETS = {
     "saving": 2_008,
     "sharing": 708,
     "staging": 1_907,
-    "storage": 3_480,
-    "tiers": 2_168,
+    "storage": 3_465,
+    "tiers": 2_089,
     "torchtitan": 466,
     "weights": 899,
     "wire": 644,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_420}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_247}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -1,26 +1,23 @@
-"""Describes a directory of checkpoints: what is there, what is in flight, what has failed, and what is deleted next."""
+"""Describes a directory of checkpoints: what is there, what is in flight, and what has failed."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.inventory import is_committed, may_be_committed
-from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.job_notes import FAILURE_NAME, RETENTION_NAME, Note, note_in
+from dcp_datastates.storage.job_notes import Note, note_in
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.text import columns, date, numbers, size, step_of
 
@@ -108,10 +105,6 @@ class Directory:
     """The last save there that failed, as its job has noted it."""
     failure_is_past: bool = False
     """Whether a later save is committed."""
-    retention: Note | None = None
-    """The rules of the last job with a :class:`CheckpointManager` there, as it has noted them."""
-    deletes_next: tuple[str, ...] | None = None
-    """What these delete at the next commit, if its metrics change nothing. None: unknown."""
     free_nbytes: int | None = None
     """What a save may still take there; None in a store."""
 
@@ -161,11 +154,8 @@ def overview(root: Location) -> Directory:
     replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
-    failure = note_in(root, FAILURE_NAME)
-    retention = note_in(root, RETENTION_NAME)
-    deletes_next, free = None, None
-    if retention is not None and retention.error is None:
-        retention, deletes_next = _next_deleted(root, retention)
+    failure = note_in(root)
+    free = None
     with contextlib.suppress(OSError):
         if stored(root).is_local:
             status = os.statvfs(str(root))
@@ -177,8 +167,6 @@ def overview(root: Location) -> Directory:
         failure=failure,
         failure_is_past=failure is not None
         and any((each.committed_at or 0.0) > (failure.at or math.inf) for each in ours),
-        retention=retention,
-        deletes_next=deletes_next,
         free_nbytes=free,
     )
 
@@ -247,24 +235,3 @@ def _open_saves(path: Location, committed: Listed | None = None) -> Iterator[Lis
                 in_flight=is_open,
                 written_at=each.written_at,
             )
-
-
-def _next_deleted(root: Location, note: Note) -> tuple[Note, tuple[str, ...] | None]:
-    """What the rules in ``note`` delete next; if that cannot be told, the note says why."""
-    if note.rules is None:
-        return note, ()
-    given = dict(note.rules)
-    name = re.compile(re.escape(str(given.pop("prefix", ""))) + "[0-9]+")
-    try:
-        if isinstance(best := given.get("best"), list):
-            given["best"] = tuple(best)
-        retained = retain_here(
-            root,
-            keep=Keep(**given),
-            among=lambda path: name.fullmatch(path.name) is not None,
-            dry_run=True,
-            commits=1,
-        )
-    except (DataStatesError, TypeError) as error:
-        return replace(note, error=str(error)), None
-    return note, tuple(path.name for path in retained.deleted)

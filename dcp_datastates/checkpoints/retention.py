@@ -109,7 +109,6 @@ def retain_here(
     among: Callable[[Location], bool] | None = None,
     dry_run: bool = False,
     whole: bool = False,
-    commits: int = 0,
 ) -> Retained:
     """Do the work of :func:`retain` in this process alone. Any thread.
 
@@ -118,20 +117,18 @@ def retain_here(
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
         whole: delete other files in a deleted checkpoint's directory, too: if directories are a framework's.
-        commits: with ``dry_run``: as if so many more saves were committed.
     """
     keep = Keep.of(keep)
     check_verification(verify)
     root = locate(root)
     paths = [path for path in candidates(root) if among is None or among(path)]
-    needed = max(0, keep.last - commits)
-    if len(paths) < needed:
+    if len(paths) < keep.last:
         return Retained(paths[::-1])
     paths = [path for path in paths if not is_link(path)]
     everything: list[Found] = []
     last: list[Found] = []
     replicas = Replicas(verify)
-    for found in newest_first(paths) if needed else ():
+    for found in newest_first(paths):
         everything.append(found)
         if unknown := replicas.unknown([found]):
             logger.info("not counting checkpoint %s yet: %s", found.path, unknown)
@@ -139,10 +136,10 @@ def retain_here(
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
-        if len(last) == needed:
+        if len(last) == keep.last:
             break
     retained = Retained([found.path for found in last], newest=len(last))
-    if len(last) < needed:
+    if len(last) < keep.last:
         return retained
     seen = {found.path for found in everything}
     unopened = {path for path in paths if path not in seen and keep.asks_for_name(path.name)}
@@ -160,7 +157,7 @@ def retain_here(
             retained.deleted.append(found.path)
     retained.kept.extend(path for path in reversed(paths) if path in unopened)
     committed = unopened.union(found.path for found in everything).difference(retained.deleted)
-    for path in directories(root) if not commits else ():
+    for path in directories(root):
         mine = path not in retained.deleted and (among is None or among(path))
         if mine and path not in committed and _finish_deleting(path, last, dry_run, whole):
             retained.deleted.append(path)

@@ -17,7 +17,7 @@ from dcp_datastates.process.futures import Listeners, call_back
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import Outcome, SaveRecord, SaveStats
-from dcp_datastates.storage.job_notes import FAILURE_NAME, Note, leave, note_in
+from dcp_datastates.storage.job_notes import Note, leave, note_in
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import step_of
 
@@ -140,10 +140,10 @@ def note_failure(
 def _note(root: Location, note: Note, pause: float) -> None:
     if pause:
         time.sleep(random.uniform(0.0, min(_MOST_PAUSE, pause)))
-        there = note_in(root, FAILURE_NAME)
+        there = note_in(root)
         if there and (there.checkpoint, there.attempt) == (note.checkpoint, note.attempt):
             return
-    leave(root, FAILURE_NAME, note)
+    leave(root, note)
 
 
 def conclude_call(

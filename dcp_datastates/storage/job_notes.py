@@ -1,7 +1,7 @@
-"""Notes that a job leaves beside its checkpoints, for people: the last save that failed, and what the job keeps.
+"""The note that a job leaves beside its checkpoints, for people: the last save that failed.
 
-Nothing relies on a note, and no error of one reaches a save. Each is a small JSON document in the root, replaced as a
-whole: of several jobs, the last to write counts. A reader trusts neither its size nor its content.
+Nothing relies on it, and no error of it reaches a save. It is a small JSON document in the root, replaced as a whole:
+of several jobs, the last to fail counts. A reader trusts neither its size nor its content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dcp_datastates.storage.store_calls import without_secrets
 logger = logging.getLogger(__name__)
 
 FAILURE_NAME: Final = ".datastates-failure"
-RETENTION_NAME: Final = ".datastates-retention"
 
 _MOST_BYTES: Final = 16 << 10
 _LONGEST: Final = 2000  # characters of a text
@@ -34,7 +33,7 @@ _SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class Note:
-    """The last save in a root that failed, or the ``rules`` of the last job there. What is not known is None."""
+    """The last save in a root that failed. What is not known is None."""
 
     at: float | None = field(default_factory=time.time)
     """In seconds since the epoch, by the writer's clock."""
@@ -46,16 +45,14 @@ class Note:
     checkpoint: str | None = None
     """The name of the directory that the save was to."""
     attempt: str | None = None
-    rules: Mapping[str, Any] | None = None
-    """By what the job keeps checkpoints, for the reader to check. None: it keeps all."""
 
 
-def leave(root: Location, name: str, note: Note) -> None:
-    """Leave the ``note`` under ``name`` in ``root``, without secrets. Waits for storage; never raises its errors.
+def leave(root: Location, note: Note) -> None:
+    """Leave the ``note`` in ``root``, without secrets. Waits for storage; never raises its errors.
 
-    On a full file system, a failure has its time alone: so short an object takes no room there (:mod:`local_store`).
+    On a full file system, it has its time alone: so short an object takes no room there (:mod:`local_store`).
     """
-    place, said = stored(root) / name, asdict(note)
+    place, said = stored(root) / FAILURE_NAME, asdict(note)
     if note.error is not None:
         said["error"] = without_secrets(note.error)[:_LONGEST]
 
@@ -64,8 +61,6 @@ def leave(root: Location, name: str, note: Note) -> None:
             try:
                 place.store.put(place.key, _packed(said))
             except NotStoredError:
-                if note.error is None:
-                    raise
                 place.store.put(place.key, _packed({"at": int(note.at or 0)}))
 
     try:
@@ -80,9 +75,9 @@ def _packed(said: Mapping[str, Any]) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def note_in(root: Location, name: str) -> Note | None:
-    """The note under ``name`` in ``root``; None if there is none. Never raises an error of storage."""
-    place = stored(root) / name
+def note_in(root: Location) -> Note | None:
+    """The note in ``root``; None if there is none. Never raises an error of storage."""
+    place = stored(root) / FAILURE_NAME
     try:
         data = bytes(place.store.get_range(place.key, 0, _MOST_BYTES + 1))
         found = json.loads(data) if len(data) <= _MOST_BYTES else None
@@ -92,11 +87,10 @@ def note_in(root: Location, name: str) -> Note | None:
         return Note(None, None, f"{place} cannot be read: {error}")
     if not isinstance(found, dict):
         return Note(None, None, f"{place} is no note of this package: remove it")
-    at, rules = found.get("at"), found.get("rules")
+    at = found.get("at")
     texts = {each: found.get(each) for each in ("by", "error", "checkpoint", "attempt")}
     return Note(
         at if isinstance(at, int | float) and 0 <= at < 2**37 else None,
-        rules=rules if isinstance(rules, dict) else None,
         **{
             each: text[:_LONGEST] if isinstance(text, str) else None for each, text in texts.items()
         },

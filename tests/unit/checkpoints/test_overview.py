@@ -1,4 +1,4 @@
-"""How a directory of checkpoints stands: what is in flight, what failed last, and what is deleted next."""
+"""How a directory of checkpoints stands: what is in flight, and what failed last."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from support.commands import run_cli
 from support.crashes.failing import armed
 from support.crashes.mounts import fill, mounted
 from support.simulated.object_stores import MemoryStore, installed
-from support.state.checkpoints import CACHE, committed
-from support.state.roots import NEWER, committed_names, uncommitted
+from support.state.checkpoints import CACHE
+from support.state.roots import NEWER, uncommitted
 
 import dcp_datastates
-from dcp_datastates import CheckpointManager, Keep, inspect, pin
+from dcp_datastates import CheckpointManager, Keep, inspect
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.futures import finish_callbacks
-from dcp_datastates.storage.job_notes import FAILURE_NAME, RETENTION_NAME, Note, leave
+from dcp_datastates.storage.job_notes import Note, leave
 from dcp_datastates_cli.describe import next_commit, screen
 
 STATE = {"w": torch.ones(1000)}
@@ -41,45 +41,6 @@ def job(root, steps, **options):
         for step in steps:
             manager.save(step, STATE, {"loss": abs(step - 4)})
             manager.wait()
-
-
-@pytest.mark.parametrize(
-    ("keep", "deletes"),
-    [
-        (1, True),
-        (3, True),
-        (Keep(2, every=4), True),
-        (Keep(1, best=("loss", "min", 2)), True),
-        (Keep(2, within="7d"), False),
-        (None, False),
-    ],
-)
-def test_what_is_deleted_next_is_what_the_next_commit_deletes(keep, deletes, tmp_path):
-    job(tmp_path, range(7), keep=keep)
-    before, found = committed_names(tmp_path), inspect(tmp_path)
-    with CheckpointManager(tmp_path, every=1, save_last=False, keep=keep) as manager:
-        manager.restore_latest({"w": torch.zeros(1000)})
-        manager.save(7, STATE, {"loss": 9.0})
-        manager.wait()
-    assert sorted(found.deletes_next) == sorted(set(before) - set(committed_names(tmp_path)))
-    assert bool(found.deletes_next) is deletes
-
-
-def test_what_a_pin_and_another_name_keep_is_not_deleted_next(tmp_path):
-    job(tmp_path, range(2), keep=1)
-    pin(tmp_path / "step-1")
-    save(tmp_path / "best")
-    assert inspect(tmp_path).deletes_next == ()
-
-
-@pytest.mark.parametrize("rules", [{"last": "x"}, {"last": 2, "more": 1}, {"best": 3}, {"last": 0}])
-def test_rules_that_no_job_has_written_are_said_and_harm_nothing(rules, tmp_path):
-    save(tmp_path / "step-1")
-    leave(tmp_path, RETENTION_NAME, Note(rules={"prefix": "step-", **rules}))
-    found = inspect(tmp_path)
-    assert found.deletes_next is None
-    assert found.retention.error
-    assert committed(tmp_path / "step-1")
 
 
 def test_a_failure_lies_beside_the_checkpoints_until_a_later_commit_marks_it(tmp_path):
@@ -115,7 +76,7 @@ def test_saves_in_flight_show_with_their_last_write_and_not_those_that_have_fail
     assert open_saves == [("step-1", NEWER), ("step-2", NEWER)]
     text = screen(found, 1e9 + 7200.0)
     assert "step-2, abandoned, it seems: last write 2 h ago" in text.replace("\n" + " " * 16, " ")
-    leave(tmp_path, FAILURE_NAME, Note(error="E: why", attempt=NEWER))
+    leave(tmp_path, Note(error="E: why", attempt=NEWER))
     text = screen(inspect(tmp_path), 0.0)
     assert "in flight     nothing" in text
     assert "not committed" not in text
@@ -138,14 +99,12 @@ def test_an_ordinary_root_fits_on_one_screen(tmp_path):
             "in flight step-20, in flight or abandoned: last write ",
             "last failure step-999",
             "StorageError: [Errno 5]",
-            "next deleted step-17 Keep(last=3, every=2), process ",
             "saves like the newest",
             "step-18 18",
             "more",
         ):
             assert words in said, words
         document = json.loads(run_cli("inspect", "--json", root).stdout)
-        assert document["deletes_next"] == ["step-17"]
         assert document["free_saves"] in (8, 9)
         assert document["failure"]["error"].startswith("StorageError: [Errno 5]")
         assert len(document["checkpoints"]) == 13
@@ -155,7 +114,7 @@ def test_an_ordinary_root_fits_on_one_screen(tmp_path):
 
 def test_a_long_error_of_a_stranger_takes_no_more_than_its_lines(tmp_path):
     save(tmp_path / "step-1")
-    leave(tmp_path, FAILURE_NAME, Note(error="\x1b[2J word\n" * 500, checkpoint="x" * 900))
+    leave(tmp_path, Note(error="\x1b[2J word\n" * 500, checkpoint="x" * 900))
     text = screen(inspect(tmp_path), time.time())
     assert "\x1b" not in text
     assert len(text.splitlines()) <= 23

@@ -12,7 +12,7 @@ from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import SaveStats, Timeline
 from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
-from dcp_datastates.storage.job_notes import FAILURE_NAME, note_in
+from dcp_datastates.storage.job_notes import note_in
 
 PATH = Path("/ckpt/step-7")
 
@@ -88,7 +88,7 @@ def _noted(path, error, rank=0, detector=None):
     record = record_of(SaveOrigin.PACKAGE, ranks, path, "a-1", SaveStats(), error)
     note_failure(record, path, detector)
     assert finish_callbacks(60)
-    return note_in(path.parent, FAILURE_NAME)
+    return note_in(path.parent)
 
 
 def test_the_first_rank_notes_a_failure_beside_the_checkpoints(tmp_path):
