@@ -139,6 +139,10 @@ class Place:
         self._directory: Final = stored(location)
 
     @property
+    def _creates_once(self) -> bool:
+        return what_works_for(self._directory).works(Operation.CREATE_ONCE)
+
+    @property
     def _deletes(self) -> bool:
         """Whether this process may delete there. If not, that was said once, and nothing is removed. (In a directory,
         each deletion that is refused is said.)
@@ -185,7 +189,7 @@ class Place:
                     f"a newer save, attempt {other.name}, was committed to {str(self._directory)!r} before attempt "
                     f"{attempt.name}; it stands. Were two jobs started on one path?"
                 )
-            if other < attempt and state is None:
+            if other < attempt and state is None and self._creates_once:
                 decisions.withdraw(self._directory, other)
         self.check_overwrite(overwrite)  # one of them may have been committed just now
 
@@ -193,7 +197,10 @@ class Place:
         directory = self._directory
         doubts: list[OSError] = []
         try:
-            state = decisions.decide(directory, attempt, data, doubts.append)
+            if not self._creates_once:
+                state = decisions.decide_alone(directory, attempt, data, creates_once=False)
+            else:
+                state = decisions.decide(directory, attempt, data, doubts.append)
         except NotStoredError as error:
             raise StorageError(error.errno, error.strerror, error.filename) from error
         except NotDurableError as error:
@@ -228,6 +235,11 @@ class Place:
         """Any rank that has voted: whether the attempt is committed. If not, it can no longer be. None if that can no
         longer be known.
         """
+        # A directory is not tried now, when storage may be in trouble: where nothing is created once, this raises.
+        if not (self._directory.is_local or self._creates_once):
+            if decisions.state_of(self._directory, attempt) is State.COMMITTED:
+                return True
+            return None
         match decisions.withdraw(self._directory, attempt):
             case State.COMMITTED:
                 return True

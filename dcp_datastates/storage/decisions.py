@@ -141,13 +141,21 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
     )
 
 
-def decide_alone(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
-    """Commit an attempt that no process withdraws, a copy of one that is committed elsewhere, with the metadata
-    ``data``; returns what is decided about it. Any process, any number of times. Raises as :func:`decide`.
+def decide_alone(
+    directory: ObjectPath, attempt: Attempt, data: bytes, creates_once: bool = True
+) -> State:
+    """Commit an attempt that no process withdraws, with the metadata ``data``; returns what is decided about it: a copy
+    of one that is committed elsewhere (any process, any number of times), or, without ``creates_once``, one in a store
+    that lets two creations of an object succeed (:mod:`self_test`), where only one process may decide. Raises as
+    :func:`decide`.
     """
     path = decision_path(directory, attempt)
     try:
-        if path.store.put_if_absent(path.key, data):
+        if creates_once:
+            created = path.store.put_if_absent(path.key, data)
+        elif created := state_of(directory, attempt) is None:
+            path.store.put(path.key, data)
+        if created:
             return State.COMMITTED
         failure: OSError = StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
     except NotDurableError:

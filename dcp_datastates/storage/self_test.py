@@ -46,13 +46,14 @@ class Operation(Enum):
     DELETE = "delete"
 
 
-_NEEDED: Final = (Operation.PUT, Operation.CREATE_ONCE, Operation.LIST, Operation.RANGE)
+_NEEDED: Final = (Operation.PUT, Operation.LIST, Operation.RANGE)
 """No save can go without these."""
 
 _MEANS: Final = {
     Operation.PUT: "grant permission to write to the directory, or to store objects (S3: s3:PutObject)",
-    Operation.CREATE_ONCE: "nothing would tell whether a save was committed or given up first: use a server that "
-    "carries out conditional requests (S3: If-None-Match), or a file system with hard links; see docs/stores.md",
+    Operation.CREATE_ONCE: "two processes can create the same object, so this package cannot tell which of two saves "
+    "to one path came first: use each path from one job at a time, and see docs/stores.md for what is not promised "
+    "there",
     Operation.REPLACE: "no checkpoint can be overwritten: save each to a path of its own, or grant permission to "
     "overwrite objects (S3: s3:PutObject)",
     Operation.RANGE: "no load could read what is saved: grant permission to read objects (S3: s3:GetObject), or use a "

@@ -19,7 +19,7 @@ from support.tiers import tries
 
 from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import StorageError
-from dcp_datastates.storage import attempts, decisions, local_store, self_test
+from dcp_datastates.storage import attempts, decisions, local_store
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
@@ -60,9 +60,8 @@ def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole
 
 
 def _plain_put(patch):
-    """A store in which two creations of one object both succeed is not refused."""
-    needed = [each for each in self_test._NEEDED if each is not self_test.Operation.CREATE_ONCE]
-    patch.setattr(self_test, "_NEEDED", needed)
+    """Two creations of one object both succeed."""
+    patch.setattr(Place, "_creates_once", True)
     return {"create_only": False}
 
 

@@ -202,6 +202,37 @@ def test_cleaning_up_never_raises(path, store, caplog):
     assert len(caplog.records) == 2
 
 
+class TestOneWriter:
+    """A store that lets two creations of an object succeed."""
+
+    @pytest.fixture(autouse=True)
+    def plain(self, monkeypatch):
+        monkeypatch.setattr(Place, "_creates_once", False)
+
+    def test_saves_follow_one_another(self, path, store):
+        _save(path)
+        newer = _save(path)
+        assert _committed(path) == newer.attempt
+        assert "put_if_absent" not in store.counts
+
+    def test_a_rank_that_settles_writes_nothing(self, path, store):
+        round_ = _begun(path)
+        before = dict(store.objects)
+        assert Place(path).settle(round_.attempt) is None
+        assert store.objects == before
+        _publish(round_)
+        assert Place(path).settle(round_.attempt) is True
+
+    def test_a_request_that_fails_leaves_the_outcome_open(self, path, store):
+        round_ = _begun(path)
+        decision = decisions.decision_path(path, round_.attempt).key
+        store.on_request = lambda request: (
+            Fate.LATE if request.kind == "put" and request.key == decision else Fate.DONE
+        )
+        with pytest.raises(CommitOutcomeUnknown):
+            _publish(round_)
+
+
 def test_of_a_failed_save_whose_directory_is_gone_nothing_stays(tmp_path, caplog):
     round_ = _begun(stored(tmp_path / "step-1"))
     shutil.rmtree(tmp_path / "step-1")

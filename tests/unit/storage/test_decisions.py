@@ -57,12 +57,20 @@ def test_two_processes_with_one_number_are_told_apart(path):
         decisions.decide(path, ATTEMPT, METADATA + b"another's")
 
 
-def test_a_copy_s_decision_whose_reply_is_lost_is_read_back(path, store):
-    _next(store, Fate.LOST)
-    assert decisions.decide_alone(path, ATTEMPT, METADATA) is State.COMMITTED
-    _next(store, Fate.REFUSED)
+def test_an_unguarded_decision_is_looked_up_first(path, store):
+    assert decisions.decide_alone(path, ATTEMPT, METADATA, creates_once=False) is State.COMMITTED
+    assert "put_if_absent" not in store.counts
+    other = Attempt(16, 2)
+    decisions.withdraw(path, other)
+    assert decisions.decide_alone(path, other, METADATA, creates_once=False) is State.WITHDRAWN
+
+
+def test_an_unguarded_decision_whose_reply_is_lost_is_read_back(path, store):
+    store.on_request = lambda request: Fate.LOST if request.kind == "put" else Fate.DONE
+    assert decisions.decide_alone(path, ATTEMPT, METADATA, creates_once=False) is State.COMMITTED
+    store.on_request = lambda request: Fate.REFUSED if request.kind == "put" else Fate.DONE
     with pytest.raises(StorageError):
-        decisions.decide_alone(path, Attempt(16, 2), METADATA)
+        decisions.decide_alone(path, Attempt(16, 2), METADATA, creates_once=False)
 
 
 def test_marks_are_shorter_than_any_metadata(path, store):

@@ -82,20 +82,21 @@ def test_a_good_store_is_tried_once_with_few_requests_and_left_as_it_was(monkeyp
 
 
 @pytest.mark.parametrize("store", [MemoryStore(create_only=False), Racing(), Forgetful()])
-def test_a_store_with_two_winners_is_refused_before_anything_is_saved(monkeypatch, store):
-    path = installed(monkeypatch, store)
-    with pytest.raises(StorageError, match=r"'create once'.*succeeded.*docs/stores\.md"):
-        claim(path)
-    assert store.objects == {}
+def test_a_store_with_two_winners_is_found_and_said_once(monkeypatch, caplog, store):
+    root = installed(monkeypatch, store, "run")
+    with caplog.at_level(logging.WARNING):
+        assert not creates_once(root)
+        assert not creates_once(root)
+    assert len(caplog.records) == 1
+    assert "docs/stores.md" in caplog.text
 
 
-def test_a_store_that_cannot_create_only_is_refused(monkeypatch):
+def test_a_store_that_cannot_create_only_is_no_error(monkeypatch):
     class Plain(MemoryStore):
         def put_if_absent(self, key, data):
             raise StorageError(errno.EOPNOTSUPP, "not supported", key)
 
-    with pytest.raises(StorageError, match=r"'create once' \(not supported\): .*If-None-Match"):
-        claim(installed(monkeypatch, Plain()))
+    assert not creates_once(installed(monkeypatch, Plain(), "run"))
 
 
 def test_lost_replies_do_not_condemn_a_store(monkeypatch):
@@ -260,6 +261,7 @@ GOES_WITHOUT = {
         refusing("rename", errno.EEXIST, if_=lambda a, b: os.path.isfile(b)),
     ),
     "delete": (Operation.DELETE, DENIED),
+    "create once": (Operation.CREATE_ONCE, replaces_by_a_link),
 }
 NO_LACK = {
     "link": refusing("link", errno.EPERM),
@@ -269,7 +271,6 @@ NO_LACK = {
 }
 NEEDS = {
     "unreadable": (Operation.LIST, refusing("scandir", errno.EACCES), "permission to read"),
-    "create once": (Operation.CREATE_ONCE, replaces_by_a_link, "with hard links"),
 }
 
 
