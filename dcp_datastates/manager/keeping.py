@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import check_count, parse_rate
 from dcp_datastates.dcp.async_save import SaveHandle
+from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.process.futures import when_done
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.tiers.archive import Archive, archive_of, archive_save
+from dcp_datastates.storage.object_path import Location
+from dcp_datastates.tiers.archive import Archive, archive_of, archive_save, make_room
 from dcp_datastates.tiers.run_identity import another_run, of_another_run
 
 if TYPE_CHECKING:
     from dcp_datastates.weights.publish import Weights
+
+_SPARE: Final = 1.05
+"""Room for a save, in sizes of the one before."""
 
 
 class Keeping:
@@ -55,6 +62,8 @@ class Keeping:
         self._every = check_count("archive_every", archive_every)
         self._rate = parse_rate(archive_rate, name="archive_rate")
         self._count = 0
+        self._newest: Location | None = None
+        self._nbytes = 0  # of a checkpoint
         self._then: list[Callable[[], object] | None] = [None for _ in steps.roots[1:]]
         self._own: list[set[str]] = [set() for _ in steps.roots]
         """On each tier, the names of this run's checkpoints: only these are deleted."""
@@ -102,6 +111,14 @@ class Keeping:
             for own in self._own:
                 own.update(names)
 
+    def make_room(self, seconds: float) -> None:
+        """Before a save: where the nearest tier is full, delete what is archived there, or wait until more is; for at
+        most ``seconds``.
+        """
+        if self._deletes and self._archives and self._nbytes:
+            nbytes = int((len(self._saves.in_flight()) + 1) * _SPARE * self._nbytes)
+            make_room(self._steps.roots[0], self._archives, nbytes, seconds)
+
     def begun(self, save: SaveOperation) -> None:
         """A save has begun, and is not planned yet: archive it if it is its turn, and publish its weights. Every rank
         calls this for every save.
@@ -121,6 +138,7 @@ class Keeping:
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""
         if self._deletes:
+            self._newest = handle.path
             self.adopt([handle.path.name])
             self._saves.when_committed(self._committed)
 
@@ -146,6 +164,9 @@ class Keeping:
             self._publisher.close()
 
     def _committed(self) -> None:
+        if self._archives and self._newest is not None:
+            with contextlib.suppress(CheckpointNotFoundError):  # the newest save may have failed
+                self._nbytes = open_committed(self._newest).nbytes
         if self._keep is not None:
             held = None if self._publisher is None else self._publisher.holds
             self._steps.delete_old(0, self._keep, self._own[0], held)

@@ -291,6 +291,7 @@ class CheckpointManager:
                 self._keep.check(metrics)
             self._journal.saving(step, state)
             path = self.path(step)
+            self._keeping.make_room(self._writer.config.commit_timeout)
             handle = self._saves.begin(
                 path, lambda: async_save(parts.parts, path, writer=self._writer, metrics=metrics)
             )

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import committed_at
-from dcp_datastates.checkpoints.delete import delete_rest
+from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
 from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
+from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import (
@@ -30,18 +31,25 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     DataStatesError,
     SaveAbandonedError,
+    StorageError,
 )
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import SharedFuture, Worker, when_done
+from dcp_datastates.process.waiting import Wait
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.text import size
 from dcp_datastates.tiers.carrying import Carrier
+from dcp_datastates.tiers.node_store import NodeStore
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 10.0
 """How long the end of the process waits for the part that is being written, once it has given up."""
+
+_LOOK_SECONDS: Final = 0.5
+"""Between two looks whether a full fast tier has room."""
 
 
 @dataclass(eq=False)
@@ -290,6 +298,56 @@ def _both(one: Future[None], other: Future[None]) -> SharedFuture:
 
     when_done(one, lambda _: when_done(other, end))
     return both
+
+
+# ---- a full fast tier ----------------------------------------------------------------------------
+
+
+def make_room(fast: Location, archives: Sequence[Archive], nbytes: int, seconds: float) -> None:
+    """Return when ``fast`` has room for ``nbytes``: its file system, or the memory of the nodes.
+
+    Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
+    until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
+    """
+    log, deadline = Wait(logger, f"the save to {fast}", first=0.0), time.monotonic() + seconds
+    while _free(fast) < nbytes:
+        waiting = [each for each in archives if not each.wait(0.0)]  # before what is archived
+        for found in reversed([*newest_first(checkpoints(fast))][1:]):
+            if _free(fast) < nbytes:
+                _evict(found, archives)
+        if (free := _free(fast)) >= nbytes:
+            return
+        if not waiting or time.monotonic() >= deadline:
+            logger.warning(
+                "%s has room for %s, and a save needs about %s; what is archived is deleted there already",
+                *(fast, size(free), size(nbytes)),
+            )
+            return
+        log.look(f"it needs room, which comes when more is archived in {waiting[0].slow}")
+        waiting[0].wait(_LOOK_SECONDS)
+
+
+def _free(fast: Location) -> float:
+    if not isinstance(fast, ObjectPath):
+        return shutil.disk_usage(fast).free
+    if not isinstance(fast.store, NodeStore):  # no store tells
+        return math.inf
+    try:
+        return fast.store.left(fast.key)
+    except StorageError as error:  # the save will say so, too
+        logger.warning("whether there is room for a save is not known: %s", error)
+        return math.inf
+
+
+def _evict(found: Found, archives: Sequence[Archive]) -> None:
+    try:
+        if any(item.path == found.path for each in archives for item in each.items):
+            return
+        if all(committed_at(each.slow / found.path.name) == found.attempt for each in archives):
+            delete_committed(found)
+            logger.info("deleted %s, which is archived, to make room", found.path)
+    except DataStatesError as error:  # it is pinned, or the archive does not answer
+        logger.warning("%s stays, though it is in the way: %s", found.path, error)
 
 
 # ---- the end of the process ----------------------------------------------------------------------

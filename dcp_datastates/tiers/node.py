@@ -57,6 +57,9 @@ class OtherNode:
     def delete(self, keys: Iterable[str]) -> None:
         self._asked("delete", list(keys))
 
+    def left(self, key: str) -> int:
+        return int(self._asked("left", key)[0])
+
     def unpublished(self, key: str, seconds: float = math.inf) -> UnpublishedThere:
         with self.named():
             line, _, _ = self.client.begin(["put", key], seconds=seconds)
@@ -162,6 +165,8 @@ def _serve(files: NodeFiles, line: Line) -> None:
                         result = files.list(named(prefix))
                     case ["delete", list(keys)] if all(isinstance(key, str) for key in keys):
                         files.delete(map(named, keys))
+                    case ["left", str(key)]:
+                        result = files.left(named(key))
                     case _:
                         raise DamagedError
             except OSError as error:

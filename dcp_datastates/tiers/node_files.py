@@ -181,6 +181,21 @@ class NodeFiles:
                 os.unlink(path)
                 self.remove_empty(os.path.dirname(path))
 
+    def left(self, key: str = "") -> int:
+        """The bytes that still have room, at ``key``."""
+        folder = self._directory / key
+        while not presence.is_directory(folder):
+            folder = folder.parent
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        if self._most is None:
+            return free
+        used = 0
+        for path in _files(os.fspath(self._directory)):
+            with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
+                used += os.lstat(path).st_size
+        return max(0, min(self._most - used, free))
+
     def grant(self, nbytes: int) -> int:
         """How many bytes an object may have that is to have ``nbytes`` more, before it asks again: up to 64 MiB, less
         when little is left. So together, objects may exceed the limit a little. Raises OSError with ENOSPC if there is
@@ -188,13 +203,7 @@ class NodeFiles:
         """
         if self._most is None:
             return max(_GRANT_BYTES, nbytes)
-        used = 0
-        for path in _files(os.fspath(self._directory)):
-            with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
-                used += os.lstat(path).st_size
-        system = os.statvfs(self._directory)
-        left = max(0, min(self._most - used, system.f_bavail * system.f_frsize))
-        if left < nbytes:
+        if (left := self.left()) < nbytes:
             raise OSError(
                 errno.ENOSPC,
                 f"the directory {self._directory} may have {self._most} bytes, and has room for {left}",

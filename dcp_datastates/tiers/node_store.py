@@ -151,6 +151,13 @@ class NodeStore:
             objects.append(StoredObject(beginning + name, entry.nbytes, entry.modified_ns / 1e9))
         return Listing(tuple(folders), tuple(objects))
 
+    def left(self, key: str) -> int:
+        """The bytes of data files that still have room at ``key``, if each node stores equally many."""
+        nodes, name = self.nodes(), self.name_of(key)
+        with self._explained("looking for room", key):
+            least = min(_all(nodes.ring, lambda node: node.left(name)))
+        return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
+
     # ---- copies ------------------------------------------------------------------------------------
 
     def leave(self, key: str, why: str, node: str | None = None) -> bool:

@@ -126,6 +126,94 @@ def test_a_pinned_checkpoint_stays_on_both_tiers(tmp_path, slow, store):
     assert _steps_at(tmp_path) == [3]
 
 
+# ---- a full fast tier ------------------------------------------------------------------------------
+
+
+class _Disk:
+    """A file system with room for some checkpoints: what lies below a directory counts."""
+
+    def __init__(self, root, nbytes):
+        self.root, self.nbytes = root, nbytes
+
+    def usage(self, path):
+        used = sum(each.stat().st_size for each in self.root.rglob("*.safetensors"))
+        return type("Usage", (), {"free": self.nbytes - used})
+
+
+def test_a_full_fast_tier_gives_up_what_is_archived_and_loses_nothing(
+    tmp_path, slow, store, monkeypatch
+):
+    fast = tmp_path / "fast"
+    disk = _Disk(fast, 4_000_000)  # three of 1.2 MB
+    monkeypatch.setattr(archive.shutil, "disk_usage", disk.usage)
+    most = 0
+    state = {"w": torch.randn(300_000), "step": 0}
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        for step in range(8):
+            state["step"] = step
+            handle = manager.save(step, state)
+            handle.result(30)
+            manager._saves.deletions.wait()
+            most = max(most, disk.nbytes - disk.usage(fast).free)
+            assert disk.usage(fast).free >= 0
+        manager.wait()
+    assert most > 2_000_000
+    assert _steps_in(store) == list(range(8))
+    assert len(_steps_at(fast)) <= 3
+    assert _loaded_step(fast, slow) == 7
+
+
+def _loaded_step(fast, slow):
+    return dcp_datastates.load(dcp_datastates.latest([fast, slow]))["step"]
+
+
+def test_saves_wait_where_nothing_is_archived_yet(tmp_path, slow, store, away, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    disk = _Disk(fast, 4_000_000)
+    monkeypatch.setattr(archive.shutil, "disk_usage", disk.usage)
+    monkeypatch.setattr(archive, "_LOOK_SECONDS", 0.01)
+    state = {"w": torch.randn(300_000)}
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        for step in range(3):
+            manager.save(step, state).result(30)
+            manager._saves.deletions.wait()
+        timer = threading.Timer(0.5, away.clear)
+        timer.start()
+        manager.save(3, state).result(30)
+        assert not away.is_set(), "it waited"
+        timer.join()
+        manager.wait()
+    assert "needs room" in caplog.text
+    assert _steps_in(store) == [0, 1, 2, 3]
+    assert disk.usage(fast).free >= 0
+
+
+def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    monkeypatch.setattr(archive.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    state = {"w": torch.randn(300_000)}
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        manager.save(0, state).result(30)
+        dcp_datastates.pin(manager.path(0))
+        for step in (1, 2, 3):
+            manager.save(step, state)
+            manager.wait()
+    assert (fast / "step-0/.metadata").exists()
+    assert not (fast / "step-1").exists()
+
+
+def test_what_was_never_archived_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    monkeypatch.setattr(archive.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    with CheckpointManager(fast, every=1, archive=slow, archive_every=2) as manager:
+        for step in range(4):
+            manager.save(step, {"w": torch.randn(300_000)})
+            manager.wait()
+    # For step 2, step 0 went, which is archived. For step 3 nothing could: step 1 is not, and 2 was the newest.
+    assert _steps_at(fast) == [1, 2, 3]
+    assert "a save needs about" in caplog.text
+
+
 def _leave_unarchived(fast, slow, steps):
     """As a job leaves them that is killed before its checkpoints are archived."""
     _run(fast, slow, [])  # makes the identities

@@ -64,6 +64,7 @@ def line(tmp_path):
         ["list", None],
         *(["delete", keys] for keys in ("x", [1])),
         ["put", None],
+        ["left", 1],
         ["eval", "1"],
         {"find": "x"},
     ],
