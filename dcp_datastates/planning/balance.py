@@ -13,7 +13,7 @@ chunk). This is done for each set of ranks that hold the same chunks, small sets
                 |a a a a a a a a a a a a a a a a|b b b b b b|
                 |    rank 2    |    rank 0    |   rank 1    |
 
-n ranks need n - 1 cuts, however many tensors there are. ``tests/support/state/balance.py`` computes the same in plain
+n ranks need n - 1 cuts, however many tensors there are. ``tests/unit/planning/balance.py`` computes the same in plain
 loops.
 """
 

@@ -82,7 +82,9 @@ class StateToPlan:
             paths = {
                 name: (*outer.get(path[0], path[:1]), *path[1:]) for name, path in paths.items()
             }
-        return LocalPlan.of(declared(items, flat.values, self.staged), paths)
+        columns = self.staged.traversal.columns
+        owned = {columns.name(at) for at, is_owned in enumerate(self.staged.owned()) if is_owned}
+        return LocalPlan.of(declared(items, owned), paths)
 
     def known_by(self, plan: LocalPlan, flat: FlatState) -> KnownState | None:
         """Where the plan's items are in states like this one; None if that is unknown."""

@@ -8,8 +8,7 @@ tensors equal that an optimizer owns, so these count as declared equal, too (:fu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,8 +24,6 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.key_paths import typed_paths
 from dcp_datastates.io.tensor_memory import check_storable, holds_shards, local_tensor, shard_with
-from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.staged_state import StagedState
 
 
 def chunk_of(value: Any, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
@@ -186,24 +183,10 @@ def _look(value: Any) -> Hashable:
     )
 
 
-def declared(
-    items: Sequence[WriteItem], state_dict: Mapping[str, Any], staged: StagedState | None
-) -> list[WriteItem]:
-    """``items``, with the plain tensors that an optimizer owns turned into items of type SHARD: chunks, whose replicas
-    are equal.
-
-    Args:
-        items: the items of a default planner.
-        state_dict: the state that they plan, flattened.
-        staged: the staged state, if there is one: the tensors in ``state_dict`` may be copies by now.
+def declared(items: Sequence[WriteItem], owned: Container[str]) -> list[WriteItem]:
+    """``items`` of a default planner, with the plain tensors of names that are ``owned`` by an optimizer turned into
+    items of type SHARD: chunks, whose replicas are equal.
     """
-    plain = [each.index.fqn for each in items if each.type is WriteItemType.TENSOR]
-    if staged is not None:
-        columns = staged.traversal.columns
-        owned = {columns.name(at) for at, is_owned in enumerate(staged.owned()) if is_owned}
-    else:
-        tensors = [local_tensor(state_dict[name]) for name in plain]
-        owned = set(compress(plain, Ownership(known_optimizers()).owns(tensors)))
     return [
         dataclasses.replace(each, type=WriteItemType.SHARD)
         if each.type is WriteItemType.TENSOR and each.index.fqn in owned

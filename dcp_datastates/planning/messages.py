@@ -242,7 +242,7 @@ class RankPlan(Named):
         return self.shared[which], self.sets[which]
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:
-        """The share as ``WriteItem`` objects, for DCP's planners and other writers.
+        """The share as ``WriteItem`` objects.
 
         A whole item is as in the stock plan, with its hint. A slice is an item of type SHARD: a separate chunk.
         ValueError: this is not a share of that plan.

@@ -89,7 +89,7 @@ def publish_until_one_dies(path):
     """What each rank still logs of its second version."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-    with silence(2.0), lines() as said, manager(path / "run", publish=Weights(path / "w")) as saves:
+    with silence(8.0), lines() as said, manager(path / "run", publish=Weights(path / "w")) as saves:
         for step in range(2):
             saves.save(step, {"model": model}).result()
             saves.wait()
@@ -120,7 +120,7 @@ def _values(turn, step):
 def publish_until_killed(path, turn, steps):
     tensors = _values(turn, 0)
     rules = Weights(path / "w", part=None, keep=None, delta="xor", full_every=7)
-    with silence(2.0), manager(path / "run", publish=rules, max_failures=None) as saves:
+    with silence(8.0), manager(path / "run", publish=rules, max_failures=None) as saves:
         done = saves.restore_latest(tensors)
         first = 0 if done is None else done + 1
         for step in range(first, first + steps):
