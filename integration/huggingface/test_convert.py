@@ -12,6 +12,7 @@ import torch
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, Weights, convert, diff, follow
+from dcp_datastates.weights import publish
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -71,12 +72,16 @@ def test_saved_state_to_from_pretrained(model: Any, tmp_path: Path) -> None:
     _assert_equal(found, model)
 
 
-def test_published_weights_to_from_pretrained_and_into_a_model(model: Any, tmp_path: Path) -> None:
+def test_published_weights_to_from_pretrained_and_into_a_model(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_FILE_BYTES", 20_000)
     model.config.save_pretrained(tmp_path / "config")
-    rules = Weights(tmp_path / "w", config_from=tmp_path / "config", shard_size="20KB")
+    rules = Weights(tmp_path / "w", config_from=tmp_path / "config")
     with CheckpointManager(tmp_path / "run", every=1, publish=rules) as manager:
         manager.save(1, {"model": model})
     (version,) = follow(tmp_path / "w", timeout=0)
+    assert len(list(Path(version.path).glob("*.safetensors"))) > 1
     found = transformers.LlamaForCausalLM.from_pretrained(version.path)
     _assert_equal(found.eval(), model)
     with torch.no_grad():
