@@ -132,10 +132,12 @@ class DataStatesReader(StorageReader):
     @public("DataStatesReader.reset()")
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
-        self._found = None
-        self._forget()
+        before = self._places
         if checkpoint_id is not None:
             self._places = locate_all(checkpoint_id, self._storage_options)
+        if self._places != before or isinstance(self._found, DataStatesError):
+            self._found = None
+        self._forget()
 
     @public("DataStatesReader.read_metadata()")
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -161,9 +163,10 @@ class DataStatesReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Begin the load of what :meth:`read_metadata` has found."""
-        found, self._found = self._found, None
+        """Begin the load of what :meth:`read_metadata` has found. A subclass may keep the metadata for later loads."""
+        found = self._found
         if isinstance(found, DataStatesError):
+            self._found = None
             raise found
         if found is None:
             raise DataStatesError("read_metadata() was not called before this")

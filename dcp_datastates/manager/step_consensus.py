@@ -51,8 +51,7 @@ class StepConsensus:
     """
 
     def __init__(self, rank_set: RankSet) -> None:
-        detector = commit_group(rank_set).detector
-        self._wait = None if detector is None else RankWait(detector, "a step", _SILENCE_SECONDS)
+        self._detector = commit_group(rank_set).detector
         self._meetings: Meetings | None = None
         if rank_set.world > 1:
             self._meetings = Meetings(rank_set, "steps")
@@ -101,11 +100,12 @@ class StepConsensus:
     # ---- the thread ----------------------------------------------------------------------------------
 
     def _run(self, number: int, mine: list[float], begun: Future[list[float]]) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline, detector = time.monotonic() + _PATIENCE_SECONDS, self._detector
+        losses = None if detector is None else RankWait(detector, "a step", _SILENCE_SECONDS)
 
         def check() -> None:
-            if self._wait is not None:
-                self._wait.look()
+            if losses is not None:
+                losses.look()
             if time.monotonic() > deadline:
                 raise NoAnswerError(
                     f"a rank has not come to step {number} of the manager for {_PATIENCE_SECONDS:.0f} s: every rank "

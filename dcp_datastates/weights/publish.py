@@ -12,7 +12,6 @@ Threads: ``dcp_datastates-weights`` does all of it, one version after another. I
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -53,7 +52,7 @@ from dcp_datastates.weights.share import DELTA, Share, Written, zstd
 logger = logging.getLogger(__name__)
 
 _FILE_BYTES: Final = 5_000_000_000
-"""Of the tensors in one file, at most. Each rank writes one, if there are enough tensors."""
+"""Of the tensors in one file, about. Each rank writes one, if there are enough tensors."""
 _PAYS: Final = 0.5
 """A delta of more of a full version's bytes than this saves little."""
 _LONGEST_WAIT: Final = 3600.0
@@ -139,7 +138,7 @@ class Publisher:
         self._hopeless: BaseException | None = None
         """Why no version can be published."""
         self._worker = Worker("dcp_datastates-weights")
-        self._count = itertools.count()  # of the saves, which is the same on all ranks
+        self._first: int | None = None  # the number of the first save, the same on all ranks
         self._lock = threading.RLock()  # guards what follows
         self._turns: list[Location] = []
         """The checkpoints that are to be published, or are being published."""
@@ -147,7 +146,9 @@ class Publisher:
 
     def follow(self, save: SaveOperation) -> None:
         """A save has begun: publish it once it is committed, if it is its turn."""
-        if next(self._count) % self._rules.every == 0:
+        if self._first is None:
+            self._first = save.number
+        if (save.number - self._first) % self._rules.every == 0:
             when_done(save.committed, lambda _: self._add(save))
 
     def check(self) -> None:
@@ -278,12 +279,18 @@ class Publisher:
 
 
 def _files(source: Source, world: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file: at most as many files as ranks, of about the same size; or more."""
-    largest = max((each.nbytes for each in source.tensors.values()), default=0)
-    groups = source.groups(source.tensors, min(_FILE_BYTES, source.nbytes // world + largest))
+    """The names of the tensors in each file: about as many files as ranks, or more, of about the same size."""
+    nbytes = source.nbytes or 1
+    count = max(world, -(-nbytes // _FILE_BYTES))
+    groups: dict[int, list[str]] = {}
+    at = 0
+    for name, tensor in source.tensors.items():
+        middle = at + tensor.nbytes // 2
+        groups.setdefault(middle * count // nbytes, []).append(name)
+        at += tensor.nbytes
     return {
         f"model-{n:05d}-of-{len(groups):05d}.safetensors": names
-        for n, names in enumerate(groups, 1)
+        for n, names in enumerate(groups.values(), 1)
     }
 
 

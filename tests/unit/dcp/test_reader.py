@@ -54,6 +54,23 @@ def test_one_reader_serves_several_loads_also_from_several_threads(tmp_path):
             assert_same(found, state)
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_reader_that_keeps_its_metadata_serves_several_loads(by_id, tmp_path):
+    class Keeping(DataStatesReader):
+        kept = None
+
+        def read_metadata(self, *args, **kwargs):
+            self.kept = self.kept or super().read_metadata(*args, **kwargs)
+            return self.kept
+
+    save({"w": torch.ones(3)}, tmp_path)
+    reader, place = Keeping(tmp_path), {"checkpoint_id": tmp_path} if by_id else {}
+    for _ in range(2):
+        target = {"w": torch.zeros(3)}
+        dcp.load(target, storage_reader=reader, no_dist=True, **place)
+        assert_same(target, {"w": torch.ones(3)})
+
+
 def test_checkpoint_id_overrides_the_readers_path(tmp_path):
     for number in (1, 2):
         save({"n": torch.tensor(number)}, tmp_path / str(number))

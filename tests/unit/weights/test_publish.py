@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from concurrent.futures import Future
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +19,11 @@ from support.state.loops import Loop, manager
 from support.waiting import await_that, lines
 
 from dcp_datastates import Keep, Weights, follow
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointSupersededError, ConfigurationError
+from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.storage import failpoints
-from dcp_datastates.weights import share, version
+from dcp_datastates.weights import publish, share, version
 
 
 def _run(root, steps, weights, **options):
@@ -56,6 +61,32 @@ def test_each_commit_becomes_a_version_with_the_values_at_its_call(tmp_path, wei
     assert found.keys() == held.keys()
     for step, tensors in held.items():
         _assert_equal(found[step], tensors)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8, 64])
+def test_as_many_ranks_write_as_there_are_and_about_as_much_each(world, tmp_path):
+    """Though the embedding is much larger than a rank's part of the rest."""
+    sizes = [1 << 20, *[1 << 14, 1 << 16] * 240]
+    tensors = {f"w{n}": torch.empty(size, device="meta") for n, size in enumerate(sizes)}
+    source = Source(tmp_path, "", tensors, {}, {})
+    files = publish._files(source, world)
+    assert [*chain.from_iterable(files.values())] == list(tensors)
+    taken = [sum(tensors[name].nbytes for name in names) for names in files.values()]
+    assert len(files) >= 0.9 * world
+    assert max(taken) <= max(source.nbytes / world, tensors["w0"].nbytes) + (1 << 19)
+
+
+@pytest.mark.parametrize("numbers", [[4, 5, 6, 7, 8], [4, 6, 7, 8]])
+def test_a_call_that_fails_on_one_rank_alone_shifts_no_turn(numbers, tmp_path, monkeypatch):
+    """The save is counted on all ranks."""
+    asked = []
+    monkeypatch.setattr(publish.Publisher, "_add", lambda _, save: asked.append(save.number))
+    publisher = publish.Publisher(Weights(tmp_path / "w", every=2), ALONE, lambda: None)
+    for number in numbers:
+        publisher.follow(save := SimpleNamespace(number=number, committed=Future()))
+        save.committed.set_result(None)
+    publisher.close()
+    assert asked == [4, 6, 8]
 
 
 def test_names_dtype_and_small_files(tmp_path):
