@@ -245,8 +245,8 @@ class StateSamples:
 
     def _ids(self, given: list[Any]) -> list[int]:
         """Of all that the samples depend on. The dicts of the optimizers' states are held, if they have tensors."""
-        states = [entry for each in self.optimizers for entry in each.state.values()]
-        return list(map(id, chain(given, known_optimizers(), states)))
+        states = (each.state.values() for each in self.optimizers)
+        return list(map(id, chain(given, known_optimizers(), *states)))
 
     def _look_through(self, found: TrainingState) -> None:
         names: dict[int, str] = {}
