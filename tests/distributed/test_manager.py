@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from dcp_datastates.manager import step_consensus
 from dcp_datastates.manager.frameworks import BackgroundSaves
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.failure_detector import FailureDetector, Loss
+from dcp_datastates.ranks.meetings import Meetings
 from dcp_datastates.ranks.rank_set import rank_set_of
 
 
@@ -238,6 +241,24 @@ def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
                 talk.take()
         dist.barrier()
         talk.close()
+
+
+@ranks(2)
+def test_each_step_waits_anew_for_a_rank_that_counts_as_lost(shared_dir):
+    def meet(meetings, number, message, answer, check):
+        check()
+        time.sleep(0.3)
+        return SimpleNamespace(answer=message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_consensus, "_SILENCE_SECONDS", 0.5)
+        patch.setattr(FailureDetector, "losses", lambda _: [Loss(0, "is silent")])
+        patch.setattr(Meetings, "meet", meet)
+        talk = StepConsensus(rank_set_of(None))
+        for step in range(4):
+            talk.give([step])
+            assert talk.take() == [step]
+    talk.close()
 
 
 def die_before_the_first_save(root):

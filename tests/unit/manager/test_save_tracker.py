@@ -140,9 +140,7 @@ def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path):
     assert tracker.in_flight() == []
 
 
-@pytest.mark.parametrize(
-    "error", [FAILURE, ReplicasDifferError("a message")], ids=["failed", "replicas differ"]
-)
+@pytest.mark.parametrize("error", [FAILURE, ReplicasDifferError("a message")])
 def test_a_commit_forgets_failures_unless_replicas_differed(error, tmp_path):
     """The save that is committed has compared another part of them, or another state."""
     tracker = SaveTracker(2)

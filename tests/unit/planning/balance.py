@@ -21,9 +21,6 @@ from dcp_datastates.planning.replicas import gather
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A chunk: its name, offsets and sizes."""
 
-Slice = tuple[Key, int, int]
-"""Some rows of a chunk: from the first to before the last. What has no rows has one."""
-
 
 def key_of(item):
     chunk = item.tensor_data.chunk if item.tensor_data else None

@@ -78,7 +78,6 @@ def test_as_many_ranks_write_as_there_are_and_about_as_much_each(world, tmp_path
 
 @pytest.mark.parametrize("numbers", [[4, 5, 6, 7, 8], [4, 6, 7, 8]])
 def test_a_call_that_fails_on_one_rank_alone_shifts_no_turn(numbers, tmp_path, monkeypatch):
-    """The save is counted on all ranks."""
     asked = []
     monkeypatch.setattr(publish.Publisher, "_add", lambda _, save: asked.append(save.number))
     publisher = publish.Publisher(Weights(tmp_path / "w", every=2), ALONE, lambda: None)
