@@ -1,7 +1,5 @@
 """``Trainable``: what a checkpoint of the parameters that are trained holds; training goes on from it."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.state.checkpoints import CACHE, raises
@@ -49,7 +47,6 @@ NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 ADAPTERS = {"body.down", "body.up"}
 HEAD = {"embedding.weight", "head.weight"}
 
-Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 TRAINED_AS = {
     "plain": lambda model: model,
     "DDP": DistributedDataParallel,

@@ -1,7 +1,5 @@
 """The engine compares what it has copied with what was expected, not with the memory as it is afterwards."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,8 +7,6 @@ from dcp_datastates import _native
 
 CHANGING = 2
 """A group of memory that the program may change."""
-
-Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @pytest.fixture
