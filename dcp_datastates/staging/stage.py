@@ -4,7 +4,7 @@ Each tensor is *deferred* (an optimizer owns it, so the step gate can hold its c
 This runs in the training thread, so it must be fast. It works by columns: a C-level call per tensor and attribute costs
 half of what it costs in a Python loop.
 
-What a call copies at once, by the host or by devices, goes into one buffer:
+What a call copies immediately, by the host or by devices, goes into one buffer:
 
 * **Eager copies**: the tensors that cannot be read later.
 * **Expectations**: what deferred tensors hold at the call, for the engine to compare with the bytes that it copies. By
@@ -391,7 +391,7 @@ def allocate(
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None, 0.0
     if nbytes > native.max_slab_bytes:
         logger.warning(
-            "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
+            "%d MiB must be copied immediately and do not fit the host cache of %d MiB; using other "
             "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
             "save, or raise host_cache_size",
             nbytes >> 20,
