@@ -256,7 +256,7 @@ LINTS := lint-style lint-types lint-examples lint-pyright lint-tests
 .PHONY: $(LINTS)
 lint: $(VENV)/installed
 	$(MAKE) --jobs $(JOBS) --output-sync $(LINTS)
-	$(MAKE) tidy TIDY="$$($(BIN)/python native/changed_sources.py)"
+	$(MAKE) tidy TIDY="$(CHANGED)"
 
 lint-style:
 	ruff format --check $(PYTHON_SOURCES)
@@ -277,6 +277,7 @@ lint-tests:
 
 # Minutes for all files: `make lint` looks at those that have changed since yesterday.
 TIDY := native/
+CHANGED = $$($(BIN)/python native/changed_sources.py)
 tidy: $(VENV)/installed
 	@mkdir -p build
 	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_UNITY_BUILD=OFF \
