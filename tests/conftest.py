@@ -6,8 +6,10 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,19 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Pytest's, emptied after the test: checkpoints are large."""
     yield tmp_path
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """:func:`tmp_path`, in memory if the system has such a directory: for thousands of small files, and for questions
+    that have the same answer on any disk.
+    """
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="pytest-", dir=memory) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,19 +72,17 @@ WRONG = {
 """Lines of a program, and whether they are wrong."""
 
 
-def test_pyright_finds_no_fault_in_the_examples_and_each_of_a_wrong_program(tmp_path):
-    """``make lint`` asks mypy, too."""
+def test_pyright_finds_each_fault_of_a_wrong_program_and_no_other(tmp_path):
+    """``make lint`` asks it about the examples."""
     pytest.importorskip("basedpyright", reason="linters are installed with the pinned torch only")
     (tmp_path / "wrong.py").write_text("\n".join(["import dcp_datastates as ds", *WRONG]))
-    config = {"extends": f"{ROOT}/pyproject.toml", "include": [f"{ROOT}/examples", str(tmp_path)]}
+    config = {"extends": f"{ROOT}/pyproject.toml", "include": [str(tmp_path)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "-p", str(tmp_path)]
     command += ["--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)
-    assert found["summary"]["filesAnalyzed"] == 1 + len(list((ROOT / "examples").glob("*.py")))
     faults = [each for each in found["generalDiagnostics"] if each["severity"] == "error"]
-    assert {Path(each["file"]).name for each in faults} == {"wrong.py"}, faults
     at = {each["range"]["start"]["line"] for each in faults}
     assert at == {line for line, wrong in enumerate(WRONG.values(), start=1) if wrong}
 

@@ -2,7 +2,6 @@
 third of the latter asks.
 """
 
-import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -25,22 +24,6 @@ def test_what_is_named_is_kept_and_nothing_is_lost():
     assert _tiers(sampled(["a", "b", "c"], keep=["b"])) == ([("b",)], [("a",), ("c",)])
     assert _tiers(sampled(range(5), keep=range(2))) == ([(0,), (1,)], [(2,), (3,), (4,)])
     assert _tiers(sampled(range(3), keep=lambda value: value == 1)) == ([(1,)], [(0,), (2,)])
-
-
-def test_a_tuple_is_for_several_names_and_a_param_is_what_it_says():
-    pairs = itertools.product("ab", [0, 1])
-    assert _tiers(sampled(pairs, keep=[("a", 1)])) == ([("a", 1)], [("a", 0), ("b", 0), ("b", 1)])
-    shapes = map(pytest.param, [(4, 1), (2, 2)])
-    assert _tiers(sampled(shapes, keep=[(2, 2)])) == ([((2, 2),)], [((4, 1),)])
-
-
-def test_ids_and_marks_stay():
-    slow = pytest.mark.timeout(9)
-    named = [pytest.param(1, id="one", marks=slow), pytest.param(2, id="two", marks=slow)]
-    first, second = sampled(named, keep=["two"])
-    assert (first.id, second.id) == ("one", "two")
-    assert [mark.name for mark in first.marks] == ["timeout", "thorough"]
-    assert [mark.name for mark in second.marks] == ["timeout"]
 
 
 @pytest.mark.parametrize("keep", [[], ["d"], ["a", "d"], lambda value: False])

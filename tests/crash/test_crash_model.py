@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
-from support.crashes.crash_states import Disk, Tree, crash_states, read_tree
-from support.crashes.traces import Record, RecordError, in_order, in_place, read_trace, without
+from support.crashes.crash_states import Tree, crash_states
+from support.crashes.traces import Record, RecordError, in_order, in_place, without
 
 
 def _frozen(tree: Tree) -> frozenset[tuple[str, bytes | None]]:
@@ -194,35 +193,3 @@ def test_a_directory_comes_before_what_is_in_it_and_goes_after_it_whatever_the_t
     late = [Record("told", ""), child, begin, parent, file, empty, gone, end]
     assert in_order(late) == [late[0], parent, child, begin, file, gone, empty, end]
     assert in_order(in_order(late)) == in_order(late)
-
-
-def test_a_trace_is_read_below_its_root(tmp_path: Path):
-    file = tmp_path / "trace"
-    file.write_text(
-        '{"op": "mkdir", "path": "/r/c"}\n'
-        '{"op": "sync_begin", "path": "/", "id": "1.1"}\n'
-        '{"op": "write", "path": "/r/c/f", "offset": 3, "data": "6162"}\n'
-        '{"op": "rename", "path": "/r/c/f", "to": "/r/c/g"}\n'
-        '{"op": "sync_begin", "path": "/r", "id": "1.2"}\n'
-    )
-    assert read_trace(file, Path("/r")) == [
-        Record("mkdir", "c"),
-        Record("write", "c/f", offset=3, data=b"ab"),
-        Record("rename", "c/f", to="c/g"),
-        Record("sync_begin", "", id="1.2"),
-    ]
-    file.write_text('{"op": "frobnicate", "path": "/r/c"}\n')
-    with pytest.raises(RecordError, match="frobnicate"):
-        read_trace(file, Path("/r"))
-
-
-def test_states_are_put_on_disk_one_after_another(tmp_path: Path):
-    disk = Disk(tmp_path / "disk")
-    for tree in (
-        {"a": None, "a/f": b"1", "g": b"2"},
-        {"a": b"now a file", "g": b"2"},
-        {"a": None, "a/b": None, "a/b/f": b"3"},
-        {},
-    ):
-        disk.become(tree)
-        assert read_tree(tmp_path / "disk") == tree

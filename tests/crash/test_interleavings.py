@@ -28,14 +28,14 @@ ONE = os.environ.get("INTERLEAVING")
 
 
 @pytest.fixture(params=["store", "directory"])
-def where(request, tmp_path):
+def where(request, memory_path):
     """Keyword arguments of :func:`play`, anew for each seed."""
 
     def arguments(seed):
         if request.param == "store":
             return {}
-        (tmp_path / str(seed)).mkdir()
-        return {"directory": tmp_path / str(seed)}
+        (memory_path / str(seed)).mkdir()
+        return {"directory": memory_path / str(seed)}
 
     return arguments
 

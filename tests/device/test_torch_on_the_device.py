@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp_datastates
-from dcp_datastates.io.tensor_memory import local_tensor
 
 LATE = {"max_delay_us": 20000, "piece": 16384}
 """Kernels and copies begin late, and run piece by piece."""
@@ -95,54 +94,6 @@ def test_an_operation_is_a_kernel(cuda: FakeCuda, write: Callable[..., object]) 
         assert torch.equal(cuda.memory(on_device), on_host)
 
 
-def test_training_computes_what_the_host_does(
-    cuda: FakeCuda, make_model: Callable[[], nn.Module]
-) -> None:
-    model, on_host = cuda.adopt_module(make_model()), make_model()
-    optimizer, beside = stepped_by(model), stepped_by(on_host)
-    cuda.configure(seed=1, **LATE)
-    with cuda.kernels():
-        for seed in range(3):
-            for each in ((model, optimizer), (on_host, beside)):
-                torch.manual_seed(seed)
-                step(*each)
-        found = {name: cuda.values(value) for name, value in state_of(model, optimizer).items()}
-    for name, value in state_of(on_host, beside).items():
-        assert torch.equal(found[name], local_tensor(value)), name
-
-
-def test_freed_memory_is_reused_in_the_order_of_the_stream(cuda: FakeCuda) -> None:
-    weight = cuda.adopt(torch.ones(1000))
-    with cuda.kernels():
-        cuda.lib.fake_cuda_stall(1)
-        first = weight + 1
-        address = first.data_ptr()
-        other = cuda.adopt(torch.empty(1000))
-        other.copy_(first)
-        del first
-        second = weight + 5
-        assert second.data_ptr() == address
-        cuda.lib.fake_cuda_stall(0)
-        cuda.synchronize()
-    assert torch.equal(other, torch.full((1000,), 2.0))
-    assert torch.equal(second, torch.full((1000,), 6.0))
-
-
-def test_a_graph_runs_when_it_is_replayed(cuda: FakeCuda) -> None:
-    weight = cuda.adopt(torch.ones(1000))
-    with cuda.kernels():
-        with cuda.capture() as graph:
-            doubled = weight * 2
-            weight.add_(doubled)
-        assert torch.equal(cuda.values(weight), torch.ones(1000))
-        counted = weight._version
-        graph.replay()
-        graph.replay()
-        assert torch.equal(cuda.values(weight), torch.full((1000,), 9.0))
-        assert torch.equal(cuda.values(doubled), torch.full((1000,), 6.0))
-        assert weight._version == counted
-
-
 # ---- saves -----------------------------------------------------------------------------------------
 
 
@@ -191,23 +142,3 @@ def test_memory_that_the_program_frees_is_not_reused_before_it_was_read(
             }
             assert differing(tmp_path / f"{seed}", expected) == []
     assert cuda.pool.reused > 0
-
-
-def test_replays_of_a_captured_step_change_no_save(cuda: FakeCuda, tmp_path: Path) -> None:
-    model = cuda.adopt_module(nn.Linear(256, 256))
-    optimizer = stepped_by(model)
-    cuda.await_pinned(CACHE)
-    with cuda.kernels():
-        step(model, optimizer)
-        model(torch.randn(8, 256)).square().sum().backward()
-        with cuda.capture() as graph:
-            optimizer.step()
-        for seed in range(4):
-            cuda.configure(seed=seed + 1, **LATE)
-            state = state_of(model, optimizer)
-            expected = {name: cuda.values(value) for name, value in state.items()}
-            future = save(tmp_path / f"{seed}", state)
-            graph.replay()
-            assert not torch.equal(cuda.values(model.weight), expected["weight"])
-            future.result()
-            assert differing(tmp_path / f"{seed}", expected) == []

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from support.commands import run_cli
 from support.jobs.ranks import run_on_ranks
-from support.jobs.scripts import environment_of_python
+from support.jobs.scripts import environment_of_python, ranks_of_torchrun
 from support.state.resumed import DEFECTS, train
 from support.waiting import lines
 
@@ -73,8 +73,9 @@ def _same_loss(path, end, scale, outcome):
         assert found.what == (() if outcome == "equal" else ("loss",))
 
 
-PROGRAM = """
-import os, sys
+PROGRAM = (
+    ranks_of_torchrun(2)
+    + """
 from pathlib import Path
 import torch.distributed as dist
 from support.state.resumed import train
@@ -82,6 +83,7 @@ dist.init_process_group("gloo")
 train(Path(sys.argv[1]), 1000, seed=5)
 dist.destroy_process_group()
 """
+)
 
 
 def test_the_command_reads_the_reports_of_all_ranks(shared_dir, tmp_path, monkeypatch):
@@ -90,8 +92,8 @@ def test_the_command_reads_the_reports_of_all_ranks(shared_dir, tmp_path, monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run_cli("audit", shared_dir, "--json", "--", *torchrun, program, shared_dir)
+    command = [sys.executable, program, shared_dir]
+    ended = run_cli("audit", shared_dir, "--json", "--", *command)
     found = json.loads(ended.stdout)
     assert (ended.returncode, found["result"]) == (0, "equal")
     assert [(each["rank"], each["after"], each["last"]) for each in found["ranks"]] == [

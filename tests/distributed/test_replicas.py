@@ -69,26 +69,6 @@ def _found(path):
 
 @ranks(3)
 @pytest.mark.parametrize(
-    ("reads", "how"),
-    sampled(
-        itertools.product(["immediate", "blocking"], ["save", "async_save"]),
-        keep=[("immediate", "async_save"), ("blocking", "save")],
-    ),
-)
-def test_what_no_optimizer_owns_is_never_a_mixture(reads, how, shared_dir):
-    model, planner = _Model(), DataStatesSavePlanner()
-    mine = torch.full((4 * SHAPE[0], SHAPE[1]), float(dist.get_rank()))
-    for _ in range(3):
-        _save(how, model.state(statistics=mine), shared_dir / "c", planner, reads=reads)
-        found = _found(shared_dir / "c")
-        assert len(found["statistics"].unique()) == 1, "parts of several ranks' tensors"
-        assert_same({name: found[name] for name in model.weights}, model.state())
-    assert _chunks(shared_dir / "c", "statistics") == 1
-    assert sum(_chunks(shared_dir / "c", name) for name in model.weights) > 3, "none was cut"
-
-
-@ranks(3)
-@pytest.mark.parametrize(
     ("at", "how"),
     sampled(
         itertools.product([0, 2], ["save", "async_save"]), keep=[(0, "save"), (2, "async_save")]
@@ -114,20 +94,6 @@ def test_replicas_that_differ_fail_the_save_by_name_and_no_other(at, how, shared
     for number in range(10, 12):
         _save(how, model.state(number=number), shared_dir / "c", planner)
         assert_same(_found(shared_dir / "c"), model.state(number=number))
-
-
-@ranks(2)
-def test_equal_is_equal_bit_for_bit(shared_dir):
-    model, planner = _Model(), DataStatesSavePlanner()
-    for number, payload in enumerate((0x7FC00001, 0x7FC00001 + dist.get_rank())):
-        for weight in model.weights.values():
-            weight.data.view(torch.int32).fill_(payload)
-        if number == 0:
-            _save("async_save", model.state(), shared_dir / "c", planner)
-            assert_same(_found(shared_dir / "c"), model.state())
-        else:
-            with raises(ReplicasDifferError, "rank 0 and rank 1"):
-                _save("async_save", model.state(), shared_dir / "c", planner)
 
 
 @ranks(4)
@@ -160,18 +126,6 @@ def test_the_values_count_and_not_how_they_lie_in_memory(how, shared_dir):
         _save(how, {"w": weight.detach()}, shared_dir / "c", planner)
         assert_same(_found(shared_dir / "c"), {"w": values})
     assert _chunks(shared_dir / "c", "w") == 2
-
-
-@ranks(3)
-def test_ranks_that_have_more_besides_are_compared_in_what_they_share(shared_dir):
-    model, planner = _Model(), DataStatesSavePlanner()
-    more = {f"rank{dist.get_rank()}": torch.ones(SHAPE), "loader": {"at": dist.get_rank()}}
-    _save("async_save", model.state(**more), shared_dir / "c", planner)
-    if dist.get_rank() == 1:
-        model.weights["w2"].data.add_(1)
-    for _ in range(2):
-        with raises(ReplicasDifferError, "rank 1", "'w2'"):
-            _save("async_save", model.state(**more), shared_dir / "c", planner)
 
 
 @ranks(2)

@@ -17,10 +17,9 @@ A test that wants ordinary torch code to run on the device puts memory there, an
             error = future.exception()
 
 ``cuda.configure(seed=..., max_delay_us=20000, piece=16384)`` makes kernels and copies late and slow;
-``cuda.current(cuda.new_stream())`` changes the current stream; ``cuda.synchronize()`` waits for all;
-``with cuda.capture() as graph`` captures, and ``graph.replay()`` replays. DTensors, FSDP2's modules and other wrappers
-are adopted by their local tensors, and need nothing else. Outside ``kernels()``, torch changes adopted memory at once,
-behind the driver's back. ``support/devices/fake_kernels.py`` says how it works.
+``cuda.current(cuda.new_stream())`` changes the current stream; ``cuda.synchronize()`` waits for all. DTensors, FSDP2's
+modules and other wrappers are adopted by their local tensors, and need nothing else. Outside ``kernels()``, torch
+changes adopted memory immediately, and the driver does not know. ``support/devices/fake_kernels.py`` says how it works.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 from dcp_datastates.io import devices, engine
 from dcp_datastates.io.tensor_memory import local_tensor
-from support.devices.fake_kernels import DevicePool, Graph, Kernels, at_address
+from support.devices.fake_kernels import DevicePool, Kernels, at_address
 
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "fake-cuda"
@@ -209,11 +208,6 @@ class FakeCuda(devices.Cuda):
         local = local_tensor(tensor.detach())
         taken = bytearray(ctypes.string_at(local.data_ptr(), local.nbytes))
         return torch.frombuffer(taken, dtype=local.dtype).view(local.shape)
-
-    def capture(self) -> contextlib.AbstractContextManager[Graph]:
-        """What torch does to memory of devices within is captured into a graph, and does not run."""
-        assert self._kernels is not None
-        return self._kernels.capture()
 
     def launch(self, kernel: Callable[[], Any], device: int = 0) -> None:
         """Enqueue a function on the current stream; a thread of the driver calls it."""

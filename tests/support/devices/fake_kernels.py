@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -84,32 +83,12 @@ class DevicePool:
         return torch.frombuffer(used, dtype=torch.uint8).untyped_storage(), block
 
 
-class Graph:
-    """Captured operations. :meth:`replay` runs them again on what memory holds then: no hook, no version counter."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._work: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
-
-    def add(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Capture an operation, which does not run: returns the memory that its replays will write to."""
-        result, made = self._kernels.run(func, args, kwargs, dry=True)
-        self._work.append((func, args, kwargs, made))
-        return result
-
-    def replay(self) -> None:
-        with torch._C._AutoDispatchBelowAutograd():
-            for func, args, kwargs, made in self._work:
-                self._kernels.run(func, args, kwargs, into=made)
-
-
 class Kernels(TorchDispatchMode):
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self._cuda = cuda
         self._twins: dict[int, torch.UntypedStorage] = {}
         self._uploaded = cuda.count("bytes_to_device")
-        self._capture: Graph | None = None
 
     # ---- twins -----------------------------------------------------------------------------------
 
@@ -153,25 +132,9 @@ class Kernels(TorchDispatchMode):
         tensors = [each for each in tree_flatten((args, kwargs))[0] if torch.is_tensor(each)]
         if not any(map(self._is_on_device, tensors)) or _moves_no_data(func):
             return func(*args, **kwargs)
-        if self._capture is not None:
-            return self._capture.add(func, args, kwargs)
-        return self.run(func, args, kwargs)[0]
+        return self._run(func, args, kwargs)
 
-    def run(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        dry: bool = False,
-        into: list[torch.Tensor] | None = None,
-    ) -> Any:
-        """The operation's result, and the memory that was made for it.
-
-        Args:
-            dry: whether memory stays as it is.
-            into: memory of an earlier call, to use again.
-        """
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real_of: dict[int, torch.Tensor] = {}
         storages: dict[
             int, torch.UntypedStorage
@@ -186,8 +149,6 @@ class Kernels(TorchDispatchMode):
                 return tensor
             device = self._cuda.device_of(tensor) or 0
             made = self._twin(tensor)
-            if dry:
-                made = on_storage(_copy_of(made.untyped_storage()), made)
             real_of[id(made)] = tensor
             storages[made.untyped_storage().data_ptr()] = tensor.untyped_storage()
             kept.append(made)
@@ -198,12 +159,10 @@ class Kernels(TorchDispatchMode):
         result = func(*at[0], **at[1])
         collective = func.namespace in _COLLECTIVES
         for each in _written(func, *at):
-            if id(each) in real_of and not dry:
+            if id(each) in real_of:
                 if collective:
                     raise NotImplementedError(f"{func} writes to memory of the fake device")
                 self._write(real_of[id(each)], each)
-        made: list[torch.Tensor] = []
-        reused = list(into or ())
 
         def real(tensor: Any) -> Any:
             if not torch.is_tensor(tensor) or collective:
@@ -215,13 +174,11 @@ class Kernels(TorchDispatchMode):
                 return on_storage(storages[address], tensor)
             if address in own or not tensor.numel():
                 return tensor
-            target = reused.pop(0) if reused else self._allocate(tensor, device)
-            made.append(target)
-            if not dry:
-                self._keep(target, tensor)
+            target = self._allocate(tensor, device)
+            self._keep(target, tensor)
             return target
 
-        return tree_map(real, result), made
+        return tree_map(real, result)
 
     def _allocate(self, like: torch.Tensor, device: int) -> torch.Tensor:
         storage = self._cuda.allocate(like.untyped_storage().nbytes(), device)
@@ -237,19 +194,6 @@ class Kernels(TorchDispatchMode):
         if nbytes := _extent(real):
             device = self._cuda.device_of(real) or 0
             self._cuda.write_bytes(real.data_ptr(), values.data_ptr(), nbytes, device)
-
-    # ---- graphs ----------------------------------------------------------------------------------
-
-    @contextmanager
-    def capture(self) -> Iterator[Graph]:
-        """What torch does to memory of the device within is not done, and becomes the graph's."""
-        graph = self._capture = Graph(self)
-        self._cuda.in_capture = True
-        try:
-            yield graph
-        finally:
-            self._capture = None
-            self._cuda.in_capture = False
 
 
 _NONE: Final[Callable[..., Any]] = torch.Tensor.__torch_dispatch__

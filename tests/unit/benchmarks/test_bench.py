@@ -15,7 +15,6 @@ from bench.report import draw, markdown
 from bench.samples import Column, Row, Table, interleave, summary
 from bench.savers import SAVERS, Saver, Started
 from bench.states import CASES
-from bench.system import cpu_seconds, files_of, sync_tree
 from bench.training import shortest
 from disk import raw_read_rate, raw_write_rate
 
@@ -127,11 +126,6 @@ def test_medians_spreads_and_ratios_are_those_of_the_samples():
     assert best["of_best"] == 1.0  # the best peer is never this package's
 
 
-def test_without_a_peer_there_is_no_ratio():
-    (row,) = summary(table_of(ours=[1.0]))["rows"]
-    assert "of_best" not in row["figures"]["seconds"]
-
-
 def test_all_take_turns_and_one_that_fails_leaves_the_others():
     turns = []
 
@@ -188,11 +182,3 @@ def test_the_raw_disk_moves_all_bytes(tmp_path):
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_bytes(bytes(40_960))
     assert raw_read_rate(tmp_path / "file") > 0
-
-
-def test_a_tree_is_synced_with_its_folders(tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "file").write_bytes(b"1")
-    sync_tree(tmp_path)
-    assert list(files_of(tmp_path)) == [tmp_path / "in" / "file"]
-    assert cpu_seconds() > 0

@@ -64,14 +64,6 @@ def test_a_closed_writer_refuses_saves_by_name(tmp_path):
     assert not committed(tmp_path)
 
 
-def test_wait_returns_when_all_saves_are_committed(tmp_path):
-    ours = writer(reads="immediate")
-    for number in range(3):
-        async_save(large(8, seed=number), None, by=ours, checkpoint_id=tmp_path / str(number))
-    ours.wait()
-    assert all(committed(tmp_path / str(number)) for number in range(3))
-
-
 @pytest.mark.parametrize("reads", [0.2, "immediate"])
 def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(reads, tmp_path):
     ours = writer(reads=reads)
@@ -118,13 +110,6 @@ def test_a_synchronous_save_opens_the_window_of_an_asynchronous_one_rather_than_
     future.result(60)
     assert committed(tmp_path / "a")
     assert committed(tmp_path / "b")
-
-
-def test_checkpoint_id_equal_to_the_path_saves_there_again(tmp_path):
-    ours = writer(tmp_path)
-    for number in range(3):
-        async_save({"n": torch.tensor(number)}, None, by=ours, checkpoint_id=tmp_path).result(60)
-        assert load_everything(tmp_path)["n"].item() == number
 
 
 def test_last_save_tells_what_was_written(tmp_path):

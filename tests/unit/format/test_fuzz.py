@@ -193,36 +193,6 @@ def _is_of_dcp(error):
     return bool(frames) and not any(frame.startswith(ours) for frame in frames)
 
 
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(["18e9ff3819394760-00000001", 1, ["a", 8, 4], ["b", 4104, 4096], 1 << 63]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["tuple", "Size", "dict", "bytes", "dtype"]), inner, max_size=1
-        )
-    ),
-    max_leaves=8,
-)
-KEYS = (
-    *("attempt", "after", "files", "names", "properties"),
-    *("planner_data", "metrics", "published_at"),
-)
-
-
-@FUZZ
-@given(st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=3))
-def test_any_part_of_a_document(checkpoint, changes):
-    parts = _parts(checkpoint)
-    parts.document.update(changes)
-    _decoded(file_of(parts))
-
-
 LARGE = 1 << 21
 LISTS = b"[" + b"[]," * (LARGE // 3) + b"[]]"
 DICTS = b"[" + b'{"":0},' * (LARGE // 7) + b"[]]"

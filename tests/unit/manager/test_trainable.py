@@ -157,24 +157,6 @@ def test_a_checkpoint_that_lacks_a_parameter_names_it(tmp_path):
         manager.restore_latest({"part": Trainable(model)})
 
 
-def test_a_state_with_dcp_alone(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    model = Net()
-    _trained(model, range(2))
-    dcp.save(
-        {"part": Trainable(model)},
-        storage_writer=ds.DataStatesWriter(tmp_path / "c", no_dist=True),
-        no_dist=True,
-    )
-    again = Net()
-    dcp.load(
-        {"part": Trainable(again)}, storage_reader=ds.DataStatesReader(tmp_path / "c"), no_dist=True
-    )
-    assert torch.equal(again.body.up, model.body.up)
-    assert again.body.up.abs().sum() > 0
-
-
 def test_only_a_module_has_parameters():
     with raises(ConfigurationError, "torch.nn.Module", "dict"):
         Trainable({"w": torch.ones(1)})

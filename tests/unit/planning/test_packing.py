@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_datastates.planning.messages import Answer, Offer, RankPlan, RankReport, Report
-from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
+from dcp_datastates.planning.packing import pack_ints, unpack_ints
 
 INTS = st.integers(-(1 << 62), 1 << 62)
 COLUMNS = st.one_of(
@@ -21,7 +21,6 @@ COLUMNS = st.one_of(
         st.integers(0, 50),
     ),
 )
-MAGIC = b"dsxx\x01"
 FILES = st.lists(st.tuples(st.text(max_size=8), st.integers(0, 1 << 62), st.integers(0, 1 << 62)))
 
 
@@ -75,7 +74,7 @@ def test_a_message_that_is_cut_longer_or_of_another_kind_is_refused(message, dat
     for damaged in (
         encoded[: data.draw(st.integers(0, len(encoded) - 1))],
         encoded + b"x",
-        b"no" + encoded,
+        bytes([encoded[0] ^ 1]) + encoded[1:],
     ):
         with pytest.raises(ValueError):
             type(message).decode(damaged)
@@ -133,19 +132,3 @@ def test_a_damaged_length_allocates_nothing(count):
     damaged = b"s" + count.to_bytes(8, "little") + bytes(16)
     with pytest.raises(ValueError, match=f"a column has {count} values"):
         unpack_ints(memoryview(damaged))
-
-
-@given(st.lists(st.binary(max_size=9), max_size=5))
-def test_sections_come_back(sections):
-    packed = pack(MAGIC, sections)
-    assert list(map(bytes, unpack(MAGIC, len(sections), packed))) == sections
-
-
-@given(st.lists(st.binary(max_size=9), min_size=1, max_size=5), st.data())
-def test_sections_that_are_cut_longer_or_of_another_message_are_refused(sections, data):
-    packed = pack(MAGIC, sections)
-    for damaged in (packed[: data.draw(st.integers(0, len(packed) - 1))], packed + b"x"):
-        with pytest.raises(ValueError):
-            unpack(MAGIC, len(sections), damaged)
-    with pytest.raises(ValueError, match="do not begin with"):
-        unpack(b"other", len(sections), packed)
