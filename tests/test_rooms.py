@@ -45,12 +45,12 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_538,
-    "cli": 1_005,
-    "commit": 1_533,
-    "conversion": 2_056,
+    "checkpoints": 2_512,
+    "cli": 1_006,
+    "commit": 1_528,
+    "conversion": 2_055,
     "dcp": 1_948,
-    "deepspeed": 730,
+    "deepspeed": 729,
     "format": 2_952,
     "huggingface": 1_121,
     "io": 2_424,
@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 2_008,
     "sharing": 708,
     "staging": 1_907,
-    "storage": 3_474,
+    "storage": 3_481,
     "tiers": 2_168,
     "torchtitan": 466,
     "weights": 906,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_398}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_399}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -157,7 +156,7 @@ def committed_at(target: Location) -> Attempt | None:
     try:
         return open_committed(target).note.attempt
     except CheckpointNotFoundError:
-        if is_committed(target):  # of stock DCP
+        if attempts.is_taken(target):  # of stock DCP
             raise CheckpointExistsError(
                 f"another program's checkpoint is at {str(target)!r}; copy to another path"
             ) from None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from dcp_datastates.checkpoints.inventory import attempts_at, names_at
+from dcp_datastates.checkpoints.inventory import names_at
 from dcp_datastates.checkpoints.listing import open_found
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.io.committed import open_committed
+from dcp_datastates.storage import attempts
 from dcp_datastates.storage.object_path import AnyPath, locate
 
 HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ def format_of(path: AnyPath) -> Format:
     except ForeignCheckpointError:
         return Format.STOCK
     except CheckpointNotFoundError:
-        if attempts_at(directory):
+        if attempts.present(directory):
             raise
         return Format.HUGGING_FACE if HUGGING_FACE_INDEX in names_at(directory) else Format.NONE
     except DataStatesError:

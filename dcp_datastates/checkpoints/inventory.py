@@ -31,28 +31,20 @@ def names_at(path: Location) -> list[str]:
     return place.store.list(place.key).names
 
 
-def attempts_at(path: Location) -> list[Attempt]:
-    """The attempts at a checkpoint's path, oldest first. Raises :class:`StorageError`."""
-    return attempts.present(stored(path))
-
-
 def has_rest(path: Location) -> bool:
     """Whether an interrupted deletion has left anything at ``path`` but attempts. Raises :class:`StorageError`."""
     place = stored(path)
     return place.is_local and local_store.has_unfinished(place.key)
 
 
-def is_committed(path: Location) -> bool:
-    """:func:`attempts.is_taken`. Raises :class:`StorageError` if that cannot be told."""
-    return attempts.is_taken(stored(path))
-
-
 def may_be_committed(path: Location) -> bool:
-    """:func:`is_committed`, or that cannot be told. A store is not asked: any prefix but an attempt's may be one."""
+    """Whether a checkpoint is there, or that cannot be told. A store is not asked: any prefix but an attempt's may be
+    one.
+    """
     if not stored(path).is_local:
         return Attempt.parse(path.name) is None
     try:
-        return is_committed(path)
+        return attempts.is_taken(path)
     except StorageError:
         return True
 

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
-from dcp_datastates.checkpoints.inventory import (
-    attempts_at,
-    is_committed,
-    is_link,
-    may_be_committed,
-)
+from dcp_datastates.checkpoints.inventory import is_link, may_be_committed
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -91,7 +86,7 @@ def candidates(root: Location) -> list[Location]:
     found = [path for path in there if may_be_committed(path)]
     # A store is not asked for more than its list.
     may_be_one = stored(root).is_local or any(Attempt.parse(path.name) for path in there)
-    if may_be_one and is_committed(root):
+    if may_be_one and attempts.is_taken(root):
         if not found:
             raise ConfigurationError(
                 f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
@@ -104,7 +99,7 @@ def candidates(root: Location) -> list[Location]:
 def committed_among(paths: Iterable[Location]) -> list[Location]:
     """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
     there = list(paths)
-    return list(compress(there, presence.look_at_each(is_committed, there, few=1)))
+    return list(compress(there, presence.look_at_each(attempts.is_taken, there, few=1)))
 
 
 # ---- newest first ---------------------------------------------------------------------------------
@@ -169,7 +164,7 @@ def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]
 def _newest_attempt(path: Location) -> Attempt:
     """An attempt that none committed at ``path`` exceeds, as far as the names there tell."""
     try:
-        return max(attempts_at(path), default=_NEWEST)
+        return max(attempts.present(path), default=_NEWEST)
     except StorageError:
         return _NEWEST
 
@@ -202,7 +197,7 @@ def _opened(path: Location) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, NotAFileError) as problem:
-        present = attempts_at(path)
+        present = attempts.present(path)
         if not present:
             _say_left_out(path, str(problem))
             return None

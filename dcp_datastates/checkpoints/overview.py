@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
-from dcp_datastates.checkpoints.inventory import is_committed, may_be_committed
+from dcp_datastates.checkpoints.inventory import may_be_committed
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, StorageError
@@ -54,17 +54,16 @@ def uncommitted_at(
     directory: Location, committed: Attempt | None = None
 ) -> tuple[UncommittedAttempt, ...]:
     """The attempts at ``directory`` but the ``committed`` one, oldest first. Raises :class:`StorageError`."""
-    place = stored(directory)
-    others = [attempt for attempt in attempts.present(place) if attempt != committed]
+    others = [attempt for attempt in attempts.present(directory) if attempt != committed]
     return tuple(
         UncommittedAttempt(
             attempt.name,
-            _STATES[decisions.state_of(place, attempt)],
+            _STATES[decisions.state_of(directory, attempt)],
             len(contents.data),
             sum(each.nbytes for each in contents.data),
             max((each.modified_at for each in contents.data), default=None),
         )
-        for attempt, contents in sorted(attempts.survey(place, others).items())
+        for attempt, contents in sorted(attempts.survey(directory, others).items())
     )
 
 
@@ -205,7 +204,7 @@ def _others(paths: Iterable[Location]) -> Iterator[Listed]:
     for path in paths:
         name, step = path.name, step_of(path.name)
         try:
-            if is_committed(path):
+            if attempts.is_taken(path):
                 open_committed(path)
         except ForeignCheckpointError:
             yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")

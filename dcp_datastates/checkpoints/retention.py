@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Replicas, Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
+from dcp_datastates.checkpoints.inventory import has_rest, is_link
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
@@ -28,9 +28,9 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter, public
 from dcp_datastates.process.futures import Worker
-from dcp_datastates.storage import decisions
+from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate
 from dcp_datastates.text import date
 
 logger = logging.getLogger(__name__)
@@ -226,11 +226,10 @@ def _delete(victim: Found, good: list[Found], dry_run: bool, whole: bool) -> boo
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
     try:
-        if is_link(path) or is_committed(path):
+        if is_link(path) or attempts.is_taken(path):
             return False
-        claimed = attempts_at(path)
-        place = stored(path)
-        saves = [attempt for attempt in claimed if decisions.state_of(place, attempt) is None]
+        claimed = attempts.present(path)
+        saves = [attempt for attempt in claimed if decisions.state_of(path, attempt) is None]
         nothing = not claimed and not has_rest(path)
     except OSError:  # another user's directory, say
         return False

@@ -284,15 +284,10 @@ class Place:
             path.store.put(path.key, data)
 
     def remove(self, superseded: Iterable[Attempt]) -> None:  # 12
-        """Remove attempts that a newer one has replaced. Each step leaves every committed attempt whole. Raises
-        :class:`StorageError`.
-        """
-        directory = self._directory
-        found = attempts.survey(directory, superseded)
-        replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
-        for attempt in replaced:
-            decisions.mark_deleted(directory, attempt)
-        attempts.remove(directory, found, replaced)
+        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`."""
+        there = attempts.survey(self._directory, superseded)
+        states = {each: State.COMMITTED if there[each].is_committed else None for each in there}
+        attempts.remove(self._directory, there, states)
 
     def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:
         """Remove ``rank``'s files of the round's own attempt. Never raises."""

@@ -363,7 +363,8 @@ def delete(world: World, path: ObjectPath) -> None:
     for each in held_up:
         world.late.remove(each)
     if path.is_local:
-        attempts.remove_folders(path, older)
+        for attempt in older:
+            attempts.remove_folder(path, attempt, decided=False)
     else:
         path.store.delete([decisions.decision_path(path, attempt).key for attempt in gone])
     world.counts["deleted"] += len(gone)
