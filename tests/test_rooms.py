@@ -45,8 +45,8 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_512,
-    "cli": 1_006,
+    "checkpoints": 2_502,
+    "cli": 999,
     "commit": 1_528,
     "conversion": 2_055,
     "dcp": 1_948,
@@ -62,10 +62,10 @@ BUDGETS = {
     "planning": 2_773,
     "process": 857,
     "ranks": 2_074,
-    "saving": 2_008,
+    "saving": 1_971,
     "sharing": 708,
     "staging": 1_907,
-    "storage": 3_481,
+    "storage": 3_384,
     "tiers": 2_168,
     "torchtitan": 466,
     "weights": 906,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_399}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_237}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
