@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 1_971,
     "sharing": 708,
     "staging": 1_907,
-    "storage": 3_384,
+    "storage": 3_363,
     "tiers": 2_168,
     "torchtitan": 471,
     "weights": 905,
