@@ -45,7 +45,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_502,
+    "checkpoints": 2_505,
     "cli": 999,
     "commit": 1_528,
     "conversion": 2_053,

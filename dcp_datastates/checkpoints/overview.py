@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
-from dcp_datastates.checkpoints.inventory import may_be_committed
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, StorageError
@@ -142,7 +141,7 @@ def _said(each: Listed) -> str:
 def overview(root: Location) -> Directory:
     """What is in ``root``. Raises :class:`StorageError` if it cannot be read."""
     everything = directories(root)
-    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
+    ours = [_listed(found) for found in newest_first(everything)]
     names = {each.name for each in ours}
     replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
