@@ -47,7 +47,7 @@ BUDGETS = {
     "": 1_514,
     "checkpoints": 2_505,
     "cli": 999,
-    "commit": 1_528,
+    "commit": 1_520,
     "conversion": 2_053,
     "dcp": 1_948,
     "deepspeed": 729,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_237}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_219}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
