@@ -45,7 +45,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_505,
+    "checkpoints": 2_499,
     "cli": 999,
     "commit": 1_520,
     "conversion": 2_053,
@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 1_971,
     "sharing": 708,
     "staging": 1_907,
-    "storage": 3_363,
+    "storage": 3_358,
     "tiers": 2_168,
     "torchtitan": 471,
     "weights": 905,

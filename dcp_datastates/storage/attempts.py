@@ -171,24 +171,19 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     """Delete ``rank``'s files of an attempt that cannot be committed; its decision stays. Each of ``world`` ranks
     deletes the files whose rank number equals its own modulo ``world``.
     """
-    folder = directory / attempt.name
-    mine = [
-        each.key
-        for each in folder.store.list(folder.key).objects
-        if (owner := rank_of(each.name)) is not None and owner % world == rank
-    ]
-    folder.store.delete(mine)
+    data = (each for found in survey(directory, [attempt]).values() for each in found.data)
+    mine = [each.key for each in data if (rank_of(each.name) or 0) % world == rank]
+    directory.store.delete(mine)
     remove_folder(directory, attempt, decided=False)
 
 
 def remove(
     directory: ObjectPath, there: Mapping[Attempt, Contents], states: Mapping[Attempt, State | None]
 ) -> bool:
-    """Remove attempts, by what is decided about them, but not what other programs have put there. Each step leaves an
-    attempt committed and whole, or deleted. Returns whether nothing of them stays.
+    """Remove attempts, by what is decided about them, but not what other programs have put there. After each step, an
+    attempt is committed and whole, or deleted. Returns whether nothing of them stays.
 
-    In a store, decisions that are not to commit stay for good: a withdrawal keeps its attempt from being committed by a
-    process that wakes late.
+    In a store, withdrawals stay for good: they keep their attempts from being committed by a process that wakes late.
     """
     store = directory.store
     for attempt in sorted(there):  # the newest last: until then, no older one takes its place
