@@ -45,7 +45,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_499,
+    "checkpoints": 2_496,
     "cli": 999,
     "commit": 1_520,
     "conversion": 2_053,

@@ -229,15 +229,12 @@ def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bo
         if is_link(path) or attempts.is_taken(path):
             return False
         claimed = attempts.present(path)
+        if not (claimed or has_rest(path)):
+            return False
         saves = [attempt for attempt in claimed if decisions.state_of(path, attempt) is None]
-        nothing = not claimed and not has_rest(path)
     except OSError:  # another user's directory, say
         return False
-    if nothing:
-        return False
-    if saves and saves[-1] >= good[-1].attempt:
-        return False
-    if saves and not _is_older(saves[-1], path, good):
+    if saves and (saves[-1] >= good[-1].attempt or not _is_older(saves[-1], path, good)):
         return False
     try:
         return delete_rest(path, dry_run=dry_run, whole=whole)
