@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 from typing import Any
 
-from dcp_datastates.checkpoints.inventory import is_committed, is_directory, may_be_committed
+from dcp_datastates.checkpoints.inventory import is_directory, may_be_committed
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.process.progress_bar import progress_bar
+from dcp_datastates.storage import attempts
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count
 from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, answer, complain, print_json, say
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     path = locate(options.path)
     below = _without_links(_below(path)) if is_directory(path) else []
     if below:
-        return _verify_all(path, [path, *below] if is_committed(path) else below, options)
+        return _verify_all(path, [path, *below] if attempts.is_taken(path) else below, options)
     report = _verify(path, options)
     if options.json:
         print_json(_document(report))

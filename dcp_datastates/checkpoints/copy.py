@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -87,31 +86,35 @@ def copy(
             f"another checkpoint, attempt {there_before.name}, is committed at {str(there)!r}; delete it, or copy to "
             f"another path"
         )
-    place = CopyTarget(there, attempt)
-    place.claim()
+    make_place(there, attempt)
     records = list(committed.note.files.values())
-    units = copies(committed, place, records)
+    units = copies(committed, there, records)
     try:
         work(units, sum(record.nbytes for record in records), threads, progress)
     except (CheckpointCorruptError, FileNotFoundError):
         if (replaced := replacement(here, attempt, "copy")) is not None:
             raise replaced from None
         raise
-    place.publish(committed.data)
+    publish(there, attempt, committed.data)
     return there
 
 
-def copies(committed: Committed, place: CopyTarget, records: Sequence[FileRecord]) -> list[Unit]:
-    """One unit of work for each of ``records``: it writes the file, unless an earlier call has left it whole."""
-    found = sizes(place.location, [record.relative_path for record in records])
+def copies(committed: Committed, target: Location, records: Sequence[FileRecord]) -> list[Unit]:
+    """One unit of work for each of ``records``: it writes the file, and makes it durable, unless an earlier call has
+    left it whole. Any thread. Two copies write the same.
+    """
+    found = sizes(target, [record.relative_path for record in records])
 
     def unit(record: FileRecord, done: Done) -> None:
         # A file appears when all of it is written.
         is_there = found[record.relative_path] == record.nbytes
-        if is_there and _is_whole(place.location, record):
+        if is_there and _is_whole(target, record):
             done(record.nbytes)
-        else:
-            place.write(record, checked_pieces(committed.directory, record, done))
+            return
+        path = stored(target) / record.relative_path
+        pieces = checked_pieces(committed.directory, record, done)
+        with operations.during(_PHASE):
+            put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
     return [partial(unit, record) for record in records]
 
@@ -157,7 +160,7 @@ def committed_at(target: Location) -> Attempt | None:
     try:
         return open_committed(target).note.attempt
     except CheckpointNotFoundError:
-        if is_committed(target):  # of stock DCP
+        if attempts.is_taken(target):  # of stock DCP
             raise CheckpointExistsError(
                 f"another program's checkpoint is at {str(target)!r}; copy to another path"
             ) from None
@@ -174,44 +177,34 @@ def _is_whole(target: Location, record: FileRecord) -> bool:
     return True
 
 
-class CopyTarget:
-    """Where the copy goes."""
+# ---- where the copy goes ---------------------------------------------------------------------------
 
-    def __init__(self, location: Location, attempt: Attempt) -> None:
-        self.location: Final = location
-        self._directory, self._attempt = stored(location), attempt
 
-    def claim(self) -> None:
-        """Make the place for the files. Any process, any number of times."""
-        if self._directory.is_local:
-            local_store.make_folder((self._directory / self._attempt.name).key, _PHASE)
+def make_place(target: Location, attempt: Attempt) -> None:
+    """Make the place for the files of a copy at ``target``. Any process, any number of times."""
+    place = stored(target)
+    if place.is_local:
+        local_store.make_folder((place / attempt.name).key, _PHASE)
 
-    def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
-        """Write a file, and make it durable. Any thread. Two copies write the same."""
-        path = self._directory / record.relative_path
-        with operations.during(_PHASE):
-            put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
-    def publish(self, data: bytes) -> None:
-        """Commit the copy, with the bytes of the decision. All files are there."""
-        directory, attempt = self._directory, self._attempt
-        if directory.is_local:
-            folder = Path(str(directory / attempt.name))
-            with local.explained("making the copy durable", folder):
-                for parent in local.sync_directories(folder):
-                    operations.sync_directory(parent, _PHASE)
-        attempts.register(directory, attempt)
-        if decisions.decide_alone(directory, attempt, data) is not State.COMMITTED:
-            raise CheckpointSupersededError(
-                f"attempt {attempt.name} at {str(directory)!r} was withdrawn or deleted there before; copy to another "
-                f"path"
-            )
-        with contextlib.suppress(OSError):  # no loader needs it
-            Place(directory).show(attempt, data)
+def publish(target: Location, attempt: Attempt, data: bytes) -> None:
+    """Commit the copy at ``target``, with the bytes of the decision. All files are there."""
+    place = stored(target)
+    if place.is_local:
+        folder = Path(str(place / attempt.name))
+        with local.explained("making the copy durable", folder):
+            for parent in local.sync_directories(folder):
+                operations.sync_directory(parent, _PHASE)
+    attempts.register(place, attempt)
+    if decisions.decide_alone(place, attempt, data) is not State.COMMITTED:
+        raise CheckpointSupersededError(
+            f"attempt {attempt.name} at {str(place)!r} was withdrawn or deleted there before; copy to another path"
+        )
+    with contextlib.suppress(OSError):  # no loader needs it
+        Place(target).show(attempt, data)
 
-    def remove_older(self) -> None:
-        """Remove what older attempts have left there. The copy is committed."""
-        there = attempts.present(self._directory)
-        older = [other for other in there if other < self._attempt]
-        if older:
-            Place(self._directory).remove(older)
+
+def remove_older(target: Location, attempt: Attempt) -> None:
+    """Remove what older attempts have left at ``target``. The copy is committed."""
+    if older := [other for other in attempts.present(target) if other < attempt]:
+        Place(target).remove(older)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
+from dcp_datastates.checkpoints.inventory import has_rest, is_link
 from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
@@ -26,7 +26,7 @@ from dcp_datastates.process.forks import public
 from dcp_datastates.storage import attempts, local, local_store, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import Contents
-from dcp_datastates.storage.decisions import State, mark_deleted, withdraw
+from dcp_datastates.storage.decisions import State, withdraw
 from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import NotStoredError
 
@@ -70,7 +70,7 @@ def delete(path: AnyPath, *, storage_options: Mapping[str, Any] | None = None) -
     found = open_found(directory)
     if found is not None:
         delete_committed(found)
-    elif (attempts_at(directory) or has_rest(directory)) and not is_committed(directory):
+    elif (attempts.present(directory) or has_rest(directory)) and not attempts.is_taken(directory):
         delete_rest(directory)
     else:
         open_committed(directory)  # raises, and says what is there instead
@@ -96,32 +96,23 @@ def delete_committed(
     if victim.committed is None and not victim.is_damaged:
         raise NotDeleted(path, str(victim.problem))
     _check(path, victim, is_abandoned)
-    if not dry_run:
-        with operations.during("delete", path.folder):
-            _delete(path, victim, is_abandoned, whole)
-
-
-def _delete(
-    path: ObjectPath, victim: Found, is_abandoned: Callable[[Attempt], bool], whole: bool
-) -> None:
-    marker = path / victim.attempt.name / attempts.DELETING
-    marker.store.delete([marker.key])  # who may not delete learns it before anything has changed
-    try:
-        marker.store.put(marker.key, b"")
-    except NotStoredError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then no pin can be made, either
+    if dry_run:
+        return
+    with operations.during("delete", path.folder):
+        marker = path / victim.attempt.name / attempts.DELETING
+        store = marker.store
+        store.delete([marker.key])  # who may not delete learns it before anything has changed
+        try:
+            store.put(marker.key, b"")
+        except NotStoredError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then no pin can be made, either
+                raise
+        try:
+            there = _check(path, victim, is_abandoned)
+        except BaseException:
+            store.delete([marker.key])
             raise
-    try:
-        there = _check(path, victim, is_abandoned)
-    except BaseException:
-        marker.store.delete([marker.key])
-        raise
-    # The victim last: until then it is the newest that is committed, and no older one takes its place.
-    states = {attempt: withdraw(path, attempt) for attempt in sorted(there)}
-    for attempt, state in states.items():
-        if state is State.COMMITTED:
-            mark_deleted(path, attempt)
-    _remove(path, there, states, whole)
+        _remove(path, there, {attempt: withdraw(path, attempt) for attempt in sorted(there)}, whole)
 
 
 def delete_rest(path: Location, *, dry_run: bool = False, whole: bool = False) -> bool:
@@ -166,12 +157,11 @@ def _check(
 def _remove(
     path: ObjectPath, there: dict[Attempt, Contents], states: dict[Attempt, State], whole: bool
 ) -> bool:
-    """Remove the attempts, none of which can be loaded; returns whether nothing of them is left."""
+    """Remove the attempts, all of which are decided; returns whether nothing of them is left."""
     path.store.delete([(path / local.METADATA_NAME).key])
-    decided = [attempt for attempt in there if states[attempt] is not State.WITHDRAWN]
-    attempts.remove(path, there, decided)
+    nothing_stays = attempts.remove(path, there, states)
     if not path.is_local:
-        return len(decided) == len(there)
+        return nothing_stays
     if local_store.remove_folder(path.key, whole):
         return True
     names = path.store.list(path.key).names

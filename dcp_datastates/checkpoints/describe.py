@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
+from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.checkpoints.overview import (
     Directory,
@@ -169,13 +169,13 @@ def inspect(
     except ForeignCheckpointError:
         raise
     except CheckpointNotFoundError:
-        if attempts_at(directory):
+        if attempts.present(directory):
             uncommitted = uncommitted_at(directory)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
         if not is_directory(directory):
             raise
         listed = overview(directory)
-        if not listed.checkpoints and listed.failure is None:
+        if not listed.checkpoints:
             raise
         return listed
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
+from typing import Final
 
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
+    StorageError,
+)
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local_store, operations, presence
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import Location, ObjectPath, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, ObjectPath, locate, stored
 from dcp_datastates.storage.object_store import StoredObject
+from dcp_datastates.storage.presence import NotAFileError
 
 
 def is_directory(path: Location) -> bool:
@@ -31,28 +40,20 @@ def names_at(path: Location) -> list[str]:
     return place.store.list(place.key).names
 
 
-def attempts_at(path: Location) -> list[Attempt]:
-    """The attempts at a checkpoint's path, oldest first. Raises :class:`StorageError`."""
-    return attempts.present(stored(path))
-
-
 def has_rest(path: Location) -> bool:
     """Whether an interrupted deletion has left anything at ``path`` but attempts. Raises :class:`StorageError`."""
     place = stored(path)
     return place.is_local and local_store.has_unfinished(place.key)
 
 
-def is_committed(path: Location) -> bool:
-    """:func:`attempts.is_taken`. Raises :class:`StorageError` if that cannot be told."""
-    return attempts.is_taken(stored(path))
-
-
 def may_be_committed(path: Location) -> bool:
-    """:func:`is_committed`, or that cannot be told. A store is not asked: any prefix but an attempt's may be one."""
+    """Whether a checkpoint is there, or that cannot be told. A store is not asked: any prefix but an attempt's may be
+    one.
+    """
     if not stored(path).is_local:
         return Attempt.parse(path.name) is None
     try:
-        return is_committed(path)
+        return attempts.is_taken(path)
     except StorageError:
         return True
 
@@ -73,3 +74,42 @@ def _all_below(place: ObjectPath) -> Iterator[StoredObject]:
     yield from listing.objects
     for name in listing.folders:
         yield from _all_below(place / name)
+
+
+# ---- whose checkpoint it is ------------------------------------------------------------------------
+
+
+HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
+
+
+class Format(enum.Enum):
+    """The format of the checkpoint committed at a path."""
+
+    DATASTATES = "dcp_datastates"
+    STOCK = "stock DCP"
+    HUGGING_FACE = "Hugging Face safetensors"
+    UNKNOWN = "unknown"
+    """There are metadata, but neither this package's nor readable as stock DCP's."""
+    NONE = "none"
+
+
+def format_of(path: AnyPath) -> Format:
+    """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
+
+    Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if
+    its metadata are damaged, and :class:`StorageError` if they cannot be read.
+    """
+    directory = locate(path)
+    try:
+        open_committed(directory)
+    except ForeignCheckpointError:
+        return Format.STOCK
+    except CheckpointNotFoundError:
+        if attempts.present(directory):
+            raise
+        return Format.HUGGING_FACE if HUGGING_FACE_INDEX in names_at(directory) else Format.NONE
+    except (CheckpointCorruptError, NotAFileError):
+        if attempts.present(directory):
+            raise
+        return Format.UNKNOWN
+    return Format.DATASTATES

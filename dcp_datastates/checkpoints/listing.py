@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
-from dcp_datastates.checkpoints.inventory import (
-    attempts_at,
-    is_committed,
-    is_link,
-    may_be_committed,
-)
+from dcp_datastates.checkpoints.inventory import is_link, names_at
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -34,6 +29,7 @@ from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.process.forks import enter
 from dcp_datastates.storage import attempts, presence
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.presence import NotAFileError
 
@@ -86,13 +82,12 @@ def checkpoints(
 
 
 def candidates(root: Location) -> list[Location]:
-    """The directories in ``root`` that may have a committed checkpoint. Raises as :func:`checkpoints`."""
+    """The directories in ``root`` that may have a checkpoint, by their names alone. Raises as :func:`checkpoints`."""
     there = directories(root)
-    found = [path for path in there if may_be_committed(path)]
+    found = [path for path in there if Attempt.parse(path.name) is None]
     # A store is not asked for more than its list.
-    may_be_one = stored(root).is_local or any(Attempt.parse(path.name) for path in there)
-    if may_be_one and is_committed(root):
-        if not found:
+    if (stored(root).is_local or len(found) < len(there)) and attempts.is_taken(root):
+        if not committed_among(found):
             raise ConfigurationError(
                 f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
                 f"({str(root.parent)!r}), or load it as it is"
@@ -104,7 +99,7 @@ def candidates(root: Location) -> list[Location]:
 def committed_among(paths: Iterable[Location]) -> list[Location]:
     """Those of ``paths`` with a committed checkpoint, in their order. Raises :class:`StorageError`."""
     there = list(paths)
-    return list(compress(there, presence.look_at_each(is_committed, there, few=1)))
+    return list(compress(there, presence.look_at_each(attempts.is_taken, there, few=1)))
 
 
 # ---- newest first ---------------------------------------------------------------------------------
@@ -156,20 +151,24 @@ def _newest_possible(paths: Iterable[Location]) -> list[tuple[Attempt, Location]
         # The first entry of a name is its newest.
         return {entry.name: entry.attempt for entry in reversed(attempts.entries(root))}
 
-    def bound(path: Location) -> Attempt:
+    def bound(path: Location) -> Attempt | None:
         place = stored(path)
         if place.is_local:
             return _newest_attempt(path)
         # Other tools copy checkpoints without an entry in the index.
         return indexed(place.parent).get(path.name, _NEWEST)
 
-    return [(bound(path), path) for path in paths]
+    return [(newest, path) for path in paths if (newest := bound(path)) is not None]
 
 
-def _newest_attempt(path: Location) -> Attempt:
-    """An attempt that none committed at ``path`` exceeds, as far as the names there tell."""
+def _newest_attempt(path: Location) -> Attempt | None:
+    """An attempt that none committed at ``path`` exceeds, as far as the names there tell; None if nothing there is of a
+    checkpoint.
+    """
     try:
-        return max(attempts_at(path), default=_NEWEST)
+        if found := attempts.present(path):
+            return found[-1]
+        return _NEWEST if METADATA_NAME in names_at(path) else None
     except StorageError:
         return _NEWEST
 
@@ -190,7 +189,7 @@ def open_found(path: Location) -> Found | None:
     try:
         return _opened(path)
     except StorageError as error:
-        return Found(path, _newest_attempt(path), None, str(error), error=error)
+        return Found(path, _newest_attempt(path) or _NEWEST, None, str(error), error=error)
 
 
 def _opened(path: Location) -> Found | None:
@@ -202,7 +201,7 @@ def _opened(path: Location) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, NotAFileError) as problem:
-        present = attempts_at(path)
+        present = attempts.present(path)
         if not present:
             _say_left_out(path, str(problem))
             return None

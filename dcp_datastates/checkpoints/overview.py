@@ -1,23 +1,20 @@
-"""Describes a directory of checkpoints: what is there, what is in flight, and what has failed."""
+"""Describes a directory of checkpoints: what is there, and what is in flight."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
-from dcp_datastates.checkpoints.inventory import is_committed, may_be_committed
 from dcp_datastates.checkpoints.listing import Found, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.job_notes import Note, note_in
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.text import columns, date, numbers, size, step_of
 
@@ -54,17 +51,16 @@ def uncommitted_at(
     directory: Location, committed: Attempt | None = None
 ) -> tuple[UncommittedAttempt, ...]:
     """The attempts at ``directory`` but the ``committed`` one, oldest first. Raises :class:`StorageError`."""
-    place = stored(directory)
-    others = [attempt for attempt in attempts.present(place) if attempt != committed]
+    others = [attempt for attempt in attempts.present(directory) if attempt != committed]
     return tuple(
         UncommittedAttempt(
             attempt.name,
-            _STATES[decisions.state_of(place, attempt)],
+            _STATES[decisions.state_of(directory, attempt)],
             len(contents.data),
             sum(each.nbytes for each in contents.data),
             max((each.modified_at for each in contents.data), default=None),
         )
-        for attempt, contents in sorted(attempts.survey(place, others).items())
+        for attempt, contents in sorted(attempts.survey(directory, others).items())
     )
 
 
@@ -101,10 +97,6 @@ class Directory:
     latest: str | None
     """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
     checkpoints: tuple[Listed, ...] = field(repr=False)
-    failure: Note | None = None
-    """The last save there that failed, as its job has noted it."""
-    failure_is_past: bool = False
-    """Whether a later save is committed."""
     free_nbytes: int | None = None
     """What a save may still take there; None in a store."""
 
@@ -149,12 +141,11 @@ def _said(each: Listed) -> str:
 def overview(root: Location) -> Directory:
     """What is in ``root``. Raises :class:`StorageError` if it cannot be read."""
     everything = directories(root)
-    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
+    ours = [_listed(found) for found in newest_first(everything)]
     names = {each.name for each in ours}
     replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
-    failure = note_in(root)
     free = None
     with contextlib.suppress(OSError):
         if stored(root).is_local:
@@ -164,9 +155,6 @@ def overview(root: Location) -> Directory:
         path=root,
         latest=None if first is None or first.unjudged else first.name,
         checkpoints=(*ours, *replacing, *others),
-        failure=failure,
-        failure_is_past=failure is not None
-        and any((each.committed_at or 0.0) > (failure.at or math.inf) for each in ours),
         free_nbytes=free,
     )
 
@@ -205,7 +193,7 @@ def _others(paths: Iterable[Location]) -> Iterator[Listed]:
     for path in paths:
         name, step = path.name, step_of(path.name)
         try:
-            if is_committed(path):
+            if attempts.is_taken(path):
                 open_committed(path)
         except ForeignCheckpointError:
             yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")

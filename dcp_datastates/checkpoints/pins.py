@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp_datastates.checkpoints.inventory import is_committed, names_at
+from dcp_datastates.checkpoints.inventory import names_at
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.forks import public
@@ -40,7 +40,7 @@ def pin(
         StorageError: the directory cannot be written.
     """
     file = _file(path, name, storage_options)
-    if not is_committed(file.parent):
+    if not attempts.is_taken(file.parent):
         open_committed(file.parent)  # raises, and says what is there instead
     directory = file.parent
     gone = CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago")

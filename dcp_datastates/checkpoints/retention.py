@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Replicas, Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.inventory import attempts_at, has_rest, is_committed, is_link
+from dcp_datastates.checkpoints.inventory import has_rest, is_link, may_be_committed
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins
@@ -28,9 +28,9 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter, public
 from dcp_datastates.process.futures import Worker
-from dcp_datastates.storage import decisions
+from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, locate
 from dcp_datastates.text import date
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def retain_here(
     *,
     keep: int | Keep,
     verify: Verification = "structure",
-    among: Callable[[Location], bool] | None = None,
+    among: Callable[[Location], bool] = lambda path: True,
     dry_run: bool = False,
     whole: bool = False,
 ) -> Retained:
@@ -114,14 +114,14 @@ def retain_here(
 
     Args:
         root, keep, verify: as for :func:`retain`.
-        among: the directories in ``root`` that count and may be deleted; None: all.
+        among: the directories in ``root`` that count and may be deleted.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
         whole: delete other files in a deleted checkpoint's directory, too: if directories are a framework's.
     """
     keep = Keep.of(keep)
     check_verification(verify)
     root = locate(root)
-    paths = [path for path in candidates(root) if among is None or among(path)]
+    paths = [path for path in candidates(root) if among(path) and may_be_committed(path)]
     if len(paths) < keep.last:
         return Retained(paths[::-1])
     paths = [path for path in paths if not is_link(path)]
@@ -158,7 +158,7 @@ def retain_here(
     retained.kept.extend(path for path in reversed(paths) if path in unopened)
     committed = unopened.union(found.path for found in everything).difference(retained.deleted)
     for path in directories(root):
-        mine = path not in retained.deleted and (among is None or among(path))
+        mine = path not in retained.deleted and among(path)
         if mine and path not in committed and _finish_deleting(path, last, dry_run, whole):
             retained.deleted.append(path)
     return retained
@@ -226,19 +226,15 @@ def _delete(victim: Found, good: list[Found], dry_run: bool, whole: bool) -> boo
 
 def _finish_deleting(path: Location, good: list[Found], dry_run: bool, whole: bool) -> bool:
     try:
-        if is_link(path) or is_committed(path):
+        if is_link(path) or attempts.is_taken(path):
             return False
-        claimed = attempts_at(path)
-        place = stored(path)
-        saves = [attempt for attempt in claimed if decisions.state_of(place, attempt) is None]
-        nothing = not claimed and not has_rest(path)
+        claimed = attempts.present(path)
+        if not (claimed or has_rest(path)):
+            return False
+        saves = [attempt for attempt in claimed if decisions.state_of(path, attempt) is None]
     except OSError:  # another user's directory, say
         return False
-    if nothing:
-        return False
-    if saves and saves[-1] >= good[-1].attempt:
-        return False
-    if saves and not _is_older(saves[-1], path, good):
+    if saves and (saves[-1] >= good[-1].attempt or not _is_older(saves[-1], path, good)):
         return False
     try:
         return delete_rest(path, dry_run=dry_run, whole=whole)

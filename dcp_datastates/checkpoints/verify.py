@@ -36,7 +36,6 @@ from dcp_datastates.storage.object_path import (
     copies_elsewhere,
     leave_copy,
     locate,
-    stored,
 )
 from dcp_datastates.storage.object_store import ObjectStore
 from dcp_datastates.storage.readable import ReadableFile
@@ -144,7 +143,7 @@ def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float
     damage = Damage(local.METADATA_NAME, None, None, problem, ())
     nbytes = 0
     with contextlib.suppress(OSError):
-        if found := attempts.newest_committed(stored(directory)):
+        if found := attempts.newest_committed(directory):
             nbytes = len(found[1])
     return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))
 

@@ -31,7 +31,7 @@ from dcp_datastates.storage import (
     operations,
 )
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.claims import Claim, Neighbours
+from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import Location, stored
@@ -149,15 +149,6 @@ class Place:
         """
         return self._directory.is_local or what_works_for(self._directory).works(Operation.DELETE)
 
-    def check_overwrite(self, overwrite: bool) -> None:
-        """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
-        if not overwrite:
-            claims.check_absent(self._directory)
-
-    def claim(self, neighbours: Neighbours, overwrite: bool) -> Claim:
-        """Coordinator: claim a new attempt. May raise as :meth:`check_overwrite` does."""
-        return claims.claim(self._directory, neighbours, overwrite)
-
     # ---- publishing ------------------------------------------------------------------------------
 
     @operations.during("publish")
@@ -191,7 +182,8 @@ class Place:
                 )
             if other < attempt and state is None and self._creates_once:
                 decisions.withdraw(self._directory, other)
-        self.check_overwrite(overwrite)  # one of them may have been committed just now
+        if not overwrite:
+            claims.check_absent(self._directory)  # one of them may have been committed just now
 
     def _decide(self, attempt: Attempt, data: bytes) -> None:  # 10
         directory = self._directory
@@ -284,15 +276,10 @@ class Place:
             path.store.put(path.key, data)
 
     def remove(self, superseded: Iterable[Attempt]) -> None:  # 12
-        """Remove attempts that a newer one has replaced. Each step leaves every committed attempt whole. Raises
-        :class:`StorageError`.
-        """
-        directory = self._directory
-        found = attempts.survey(directory, superseded)
-        replaced = [attempt for attempt, contents in found.items() if contents.is_committed]
-        for attempt in replaced:
-            decisions.mark_deleted(directory, attempt)
-        attempts.remove(directory, found, replaced)
+        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`."""
+        there = attempts.survey(self._directory, superseded)
+        states = {each: State.COMMITTED if there[each].is_committed else None for each in there}
+        attempts.remove(self._directory, there, states)
 
     def tidy_after_failure(self, round_: Round, rank: int, world: int) -> None:
         """Remove ``rank``'s files of the round's own attempt. Never raises."""

@@ -14,8 +14,7 @@ from typing import Final, Literal, get_args
 import torch
 from typing_extensions import Never
 
-from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.checkpoints.inventory import Format, format_of, is_directory, names_at
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.config import check_names, parse_flag, parse_size
 from dcp_datastates.conversion import dcp_checkpoints, hugging_face, torch_file

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.checkpoints.inventory import is_committed
 from dcp_datastates.checkpoints.listing import committed_among, directories
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.conversion.source import PIECE_BYTES, Source, as_bytes
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.process.work import Done, Unit
-from dcp_datastates.storage import local, operations, presence
+from dcp_datastates.storage import attempts, local, operations, presence
 from dcp_datastates.storage.local import explained
 from dcp_datastates.storage.object_path import Location, resolved
 
@@ -56,7 +55,7 @@ def check_destination(source: Location, target: Path, is_directory: bool, overwr
     _check_free(target, overwrite)
     if is_directory:
         _check_replaceable(target, target)
-        if not (is_committed(target) or any(target.glob("*.safetensors"))):
+        if not (attempts.is_taken(target) or any(target.glob("*.safetensors"))):
             raise ConfigurationError(
                 f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
             )

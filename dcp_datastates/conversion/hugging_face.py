@@ -21,8 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
-from dcp_datastates.checkpoints.inventory import is_directory, names_at
+from dcp_datastates.checkpoints.inventory import HUGGING_FACE_INDEX, is_directory, names_at
 from dcp_datastates.conversion.destination import Run, contents, write_file
 from dcp_datastates.conversion.source import Selected, Source, as_bytes, mapped, read_whole, select
 from dcp_datastates.conversion.torch_file import write_torch

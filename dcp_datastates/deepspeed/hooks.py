@@ -31,13 +31,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim import Optimizer
 
-from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
 from dcp_datastates.config import Reads
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.staging.ownership import track
-from dcp_datastates.storage import local, presence
+from dcp_datastates.storage import attempts, local, presence
 
 
 def install() -> None:
@@ -94,7 +93,7 @@ def newest_committed(folder: str) -> str | None:
 
 
 def _is_open(tag: Path) -> bool:
-    return bool(attempts_at(tag)) and not is_committed(tag)
+    return bool(attempts.present(tag)) and not attempts.is_taken(tag)
 
 
 def _ours(engine: DeepSpeedEngine) -> CheckpointEngine | None:

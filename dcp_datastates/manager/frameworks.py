@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import Format, format_of
 from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.tested import minor
@@ -150,7 +150,7 @@ def is_ours_here(path: str | os.PathLike[str] | ObjectPath) -> bool:
     """Whether a checkpoint of this package is committed at ``path``.
 
     False for what another program saved, and for a path without any checkpoint. Raises as
-    :func:`~dcp_datastates.checkpoints.formats.format_of`: :class:`CheckpointNotFoundError` for a save of this package
+    :func:`~dcp_datastates.checkpoints.inventory.format_of`: :class:`CheckpointNotFoundError` for a save of this package
     that was not committed.
     """
     return format_of(path) is Format.DATASTATES

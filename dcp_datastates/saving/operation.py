@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates._native import SaveJob
 from dcp_datastates.commit.group import CommitGroup, commit_group
-from dcp_datastates.commit.place import EndedPart, Part, Place, Round
+from dcp_datastates.commit.place import EndedPart, Part, Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
@@ -39,10 +39,10 @@ from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.results import SaveRecord, SaveStats
-from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.storage import local
+from dcp_datastates.storage import claims, local
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
@@ -253,9 +253,10 @@ class SaveOperation:
 
     def draw_ticket(self) -> Ticket:
         """Coordinator: claim an attempt at the path."""
-        place, group = Place(self.resolved_path()), self.group
-        claim = functools.partial(place.claim, group.neighbours, self.config.overwrite)
-        claimed = self.on_storage("claiming", claim)
+        path, group = self.resolved_path(), self.group
+        claimed = self.on_storage(
+            "claiming", lambda: claims.claim(path, group.neighbours, self.config.overwrite)
+        )
         ticket = Ticket(claimed.attempt, group.draw())
         self.agree(ticket, claimed)
         return ticket
@@ -354,8 +355,6 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, error)
-            if error is not None:
-                note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name

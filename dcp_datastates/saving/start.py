@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
-from dcp_datastates.commit.place import Place
 from dcp_datastates.config import Reads, WhenBehind, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import accelerator
@@ -36,7 +35,7 @@ from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import claims, local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import (
@@ -196,7 +195,7 @@ def _stage(
 ) -> None:
     config, stats = save.config, save.stats
     if isinstance(path := save.path, Path) and not config.overwrite:  # a store is not asked now
-        look = functools.partial(Place(path).check_overwrite, False)
+        look = functools.partial(claims.check_absent, path)
         bounded("looking at", path, config.commit_timeout, look)
     window = Window(deadline)
     ownership = Ownership(known_optimizers())  # with reads="blocking", the planner asks

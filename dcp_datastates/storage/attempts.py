@@ -18,7 +18,7 @@ import errno
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -28,7 +28,7 @@ from dcp_datastates.storage.attempt import Attempt, is_far_ahead
 from dcp_datastates.storage.decisions import DECISION_NAME, LONGEST_MARK, State
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.local import METADATA_NAME
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,12 @@ def attempts_in(folders: Iterable[str]) -> list[Attempt]:
     return sorted(attempt for name in folders if (attempt := Attempt.parse(name)) is not None)
 
 
-def present(directory: ObjectPath) -> list[Attempt]:
+def present(directory: Location) -> list[Attempt]:
     """The attempts below ``directory``, oldest first: one LIST."""
-    folders = directory.store.list(directory.key).folders
+    place = stored(directory)
+    folders = place.store.list(place.key).folders
     for name in filter(is_far_ahead, folders):
-        _say_ignored(str(directory / name))
+        _say_ignored(str(place / name))
     return attempts_in(folders)
 
 
@@ -86,7 +87,7 @@ def _say_ignored(path: str) -> None:
     )
 
 
-def newest_committed(directory: ObjectPath) -> tuple[Attempt, bytes] | None:
+def newest_committed(directory: Location) -> tuple[Attempt, bytes] | None:
     """The checkpoint at ``directory``: the newest attempt there that is committed, and its metadata. None if none is.
 
     One LIST and one GET in the usual case.
@@ -94,7 +95,7 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, bytes] | None:
     return _newest(directory, lambda attempt: decisions.committed_metadata(directory, attempt))
 
 
-def committed_attempt(directory: ObjectPath) -> Attempt | None:
+def committed_attempt(directory: Location) -> Attempt | None:
     """As :func:`newest_committed`, without the metadata, which may be large: reads some bytes of the decision."""
     found = _newest(
         directory, lambda attempt: decisions.state_of(directory, attempt) is State.COMMITTED or None
@@ -102,7 +103,7 @@ def committed_attempt(directory: ObjectPath) -> Attempt | None:
     return None if found is None else found[0]
 
 
-def _newest(directory: ObjectPath, look: Callable[[Attempt], T | None]) -> tuple[Attempt, T] | None:
+def _newest(directory: Location, look: Callable[[Attempt], T | None]) -> tuple[Attempt, T] | None:
     seen: list[Attempt] | None = None
     for _ in range(_TRIES):
         there = present(directory)
@@ -120,21 +121,22 @@ def _newest(directory: ObjectPath, look: Callable[[Attempt], T | None]) -> tuple
     )
 
 
-def has_foreign_metadata(directory: ObjectPath) -> bool:
-    """Whether ``.metadata`` of another program, such as stock DCP, is in ``directory``. This package's says nothing."""
-    path = directory / METADATA_NAME
-    try:
-        nbytes = path.store.size(path.key)
-        return _OURS not in bytes(path.store.get_range(path.key, max(0, nbytes - _END), nbytes))
-    except ObjectMissingError:
-        return False
-
-
-def is_taken(directory: ObjectPath) -> bool:
+def is_taken(directory: Location) -> bool:
     """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's."""
     if committed_attempt(directory) is not None:
         return True
-    return directory.is_local and has_foreign_metadata(directory)
+    path = stored(directory) / METADATA_NAME
+    return path.is_local and _is_foreign(path)
+
+
+def _is_foreign(metadata: ObjectPath) -> bool:
+    """Whether there are metadata of another program, such as stock DCP. This package's copy says nothing."""
+    store, key = metadata.store, metadata.key
+    try:
+        nbytes = store.size(key)
+        return _OURS not in bytes(store.get_range(key, max(0, nbytes - _END), nbytes))
+    except ObjectMissingError:
+        return False
 
 
 def rank_of(name: str) -> int | None:
@@ -143,18 +145,16 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
+def has_data(directory: Location, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there."""
     return any(each.data for each in survey(directory, [attempt]).values())
 
 
-def survey(
-    directory: ObjectPath, among: Iterable[Attempt] | None = None
-) -> dict[Attempt, Contents]:
+def survey(directory: Location, among: Iterable[Attempt] | None = None) -> dict[Attempt, Contents]:
     """The objects of the attempts ``among`` (None: of all that are) at ``directory``: one LIST for each of them."""
     found: dict[Attempt, Contents] = {}
     for attempt in present(directory) if among is None else among:
-        folder, contents = directory / attempt.name, Contents()
+        folder, contents = stored(directory) / attempt.name, Contents()
         for each in folder.store.list(folder.key).objects:
             if each.name == DECISION_NAME:
                 contents.decision = each
@@ -162,7 +162,7 @@ def survey(
                 contents.data.append(each)
             else:
                 contents.others.append(each)
-        if directory.is_local or contents != Contents():  # a store has no folders
+        if folder.is_local or contents != Contents():  # a store has no folders
             found[attempt] = contents
     return found
 
@@ -171,50 +171,52 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
     """Delete ``rank``'s files of an attempt that cannot be committed; its decision stays. Each of ``world`` ranks
     deletes the files whose rank number equals its own modulo ``world``.
     """
-    folder = directory / attempt.name
-    mine = [
-        each.key
-        for each in folder.store.list(folder.key).objects
-        if (owner := rank_of(each.name)) is not None and owner % world == rank
-    ]
-    folder.store.delete(mine)
-    remove_folders(directory, [attempt])
+    data = (each for found in survey(directory, [attempt]).values() for each in found.data)
+    mine = [each.key for each in data if (rank_of(each.name) or 0) % world == rank]
+    directory.store.delete(mine)
+    remove_folder(directory, attempt, decided=False)
 
 
 def remove(
-    directory: ObjectPath, there: Mapping[Attempt, Contents], decided: Collection[Attempt]
-) -> None:
-    """Remove attempts that cannot be loaded, but not what other programs have put there: all data, then the decisions.
-    In a store, those about attempts that are not ``decided`` stay for good: a withdrawal keeps its attempt from being
-    committed by a process that wakes late.
+    directory: ObjectPath, there: Mapping[Attempt, Contents], states: Mapping[Attempt, State | None]
+) -> bool:
+    """Remove attempts, by what is decided about them, but not what other programs have put there. After each step, an
+    attempt is committed and whole, or deleted. Returns whether nothing of them stays.
+
+    In a store, withdrawals stay for good: they keep their attempts from being committed by a process that wakes late.
     """
     store = directory.store
+    for attempt in sorted(there):  # the newest last: until then, no older one takes its place
+        if states[attempt] is State.COMMITTED:
+            decisions.mark_deleted(directory, attempt)
     store.delete([each.key for contents in there.values() for each in contents.data])
     forget(directory, there)
+    decided = [each for each in there if states[each] in (State.COMMITTED, State.DELETED)]
     rest = [each for contents in there.values() for each in contents.others]
     keys = [each.key for each in rest if each.name == DELETING]
     if not directory.is_local:  # there, a decision goes with its folder
         keys += [decisions.decision_path(directory, attempt).key for attempt in decided]
     store.delete(keys)
-    remove_folders(directory, there, decided)
+    for attempt in there:
+        remove_folder(directory, attempt, attempt in decided)
+    return len(decided) == len(there)
 
 
-def remove_folders(
-    directory: ObjectPath, there: Iterable[Attempt], decided: Collection[Attempt] = ()
-) -> None:
-    """Remove the folders of attempts that cannot be committed, and have no data left: a store has none. Where a folder
-    cannot go in one step with the decision in it, those of ``decided`` go in two, and the others stay.
+def remove_folder(directory: ObjectPath, attempt: Attempt, decided: bool) -> None:
+    """Remove the folder of an attempt that cannot be committed, and has no data left: a store has none. Where a folder
+    cannot go in one step with the decision in it, it goes in two if that is ``decided``, and stays if not.
     """
-    for attempt in there if directory.is_local else ():
-        folder = directory / attempt.name
-        names = folder.store.list(folder.key).names
-        # In one step: no process may decide anew between the decision's removal and the folder's.
-        if names == [DECISION_NAME] and not local_store.discard_folder(folder.key):
-            if attempt in decided:
-                folder.store.delete([(folder / DECISION_NAME).key])
-                local_store.remove_folder(folder.key)
-        elif not names:
+    if not directory.is_local:
+        return
+    folder = directory / attempt.name
+    names = folder.store.list(folder.key).names
+    # In one step: no process may decide anew between the decision's removal and the folder's.
+    if names == [DECISION_NAME] and not local_store.discard_folder(folder.key):
+        if decided:
+            folder.store.delete([(folder / DECISION_NAME).key])
             local_store.remove_folder(folder.key)
+    elif not names:
+        local_store.remove_folder(folder.key)
 
 
 # ---- the index of a directory of checkpoints in an object store -----------------------------------

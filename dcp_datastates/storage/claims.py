@@ -19,7 +19,7 @@ from dcp_datastates.errors import CheckpointExistsError, StorageError
 from dcp_datastates.storage import attempts, local, presence
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.local_store import make_folder
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.self_test import what_works_for
 
 _CLAIMS: Final = 100
@@ -129,14 +129,14 @@ def _device_of(path: Path) -> int:
     return status.st_dev
 
 
-def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Claim:
-    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/design/commit.md. In an object store, this is one
+def claim(location: Location, neighbours: Neighbours, overwrite: bool) -> Claim:
+    """Claim a new attempt at ``location``: steps 1 and 2 of docs/design/commit.md. In an object store, this is one
     LIST if no save to the path is known, else two, and nothing is written. In a file system, the attempt's directory is
     made. The first claim in a root tries what storage can do, now that nothing waits for it.
 
     Raises :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False; :class:`StorageError`.
     """
-    device = 0
+    directory, device = stored(location), 0
     if directory.is_local:
         device = neighbours.check_mounted(directory.parent)
         local.make_directories(Path(str(directory)))
@@ -162,7 +162,7 @@ def claim(directory: ObjectPath, neighbours: Neighbours, overwrite: bool) -> Cla
     )
 
 
-def check_absent(directory: ObjectPath) -> None:
+def check_absent(directory: Location) -> None:
     """Raise :class:`CheckpointExistsError` if a checkpoint is at ``directory``."""
     if attempts.is_taken(directory):
         raise CheckpointExistsError(

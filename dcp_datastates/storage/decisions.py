@@ -21,7 +21,7 @@ from typing import Final
 from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_path import Location, ObjectPath, stored
 from dcp_datastates.storage.object_store import NotDurableError, NotStoredError, ObjectMissingError
 
 DECISION_NAME: Final = "decision"
@@ -47,12 +47,12 @@ class State(Enum):
     """It was committed, and is being deleted."""
 
 
-def decision_path(directory: ObjectPath, attempt: Attempt) -> ObjectPath:
+def decision_path(directory: Location, attempt: Attempt) -> ObjectPath:
     """Where the decision about ``attempt`` at ``directory`` lies."""
-    return directory / attempt.name / DECISION_NAME
+    return stored(directory) / attempt.name / DECISION_NAME
 
 
-def committed_metadata(directory: ObjectPath, attempt: Attempt) -> bytes | None:
+def committed_metadata(directory: Location, attempt: Attempt) -> bytes | None:
     """The metadata of an attempt that is committed, else None. Raises :class:`StorageError`."""
     path = decision_path(directory, attempt)
     try:
@@ -62,7 +62,7 @@ def committed_metadata(directory: ObjectPath, attempt: Attempt) -> bytes | None:
     return data if _state(data) is State.COMMITTED else None
 
 
-def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
+def state_of(directory: Location, attempt: Attempt) -> State | None:
     """What is decided about an attempt; None if nothing is yet. Does not read the metadata, which may be large. Raises
     :class:`StorageError`.
     """
@@ -74,7 +74,7 @@ def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
 
 
 def decide(
-    directory: ObjectPath,
+    directory: Location,
     attempt: Attempt,
     data: bytes,
     on_doubt: Callable[[OSError], object] = lambda error: None,
@@ -112,7 +112,7 @@ def decide(
     return state
 
 
-def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
+def withdraw(directory: Location, attempt: Attempt) -> State:
     """Make sure that the attempt is decided, by withdrawing it if it is not; returns what is decided. Any process.
 
     Raises :class:`StorageError`: the attempt may or may not be decided.
@@ -142,7 +142,7 @@ def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
 
 
 def decide_alone(
-    directory: ObjectPath, attempt: Attempt, data: bytes, creates_once: bool = True
+    directory: Location, attempt: Attempt, data: bytes, creates_once: bool = True
 ) -> State:
     """Commit an attempt that no process withdraws, with the metadata ``data``; returns what is decided about it: a copy
     of one that is committed elsewhere (any process, any number of times), or, without ``creates_once``, one in a store
@@ -169,7 +169,7 @@ def decide_alone(
     return state
 
 
-def mark_deleted(directory: ObjectPath, attempt: Attempt) -> None:
+def mark_deleted(directory: Location, attempt: Attempt) -> None:
     """Replace the decision to commit: from now on the attempt is not loaded, and a late duplicate of the request that
     committed it has no effect. The caller has seen it committed. Idempotent; raises :class:`StorageError`.
     """
@@ -191,7 +191,7 @@ def _state(data: bytes) -> State:
     return State.DELETED if data.startswith(_DELETED) else State.COMMITTED
 
 
-def _check_same(directory: ObjectPath, attempt: Attempt, data: bytes) -> None:
+def _check_same(directory: Location, attempt: Attempt, data: bytes) -> None:
     if committed_metadata(directory, attempt) not in (None, data):
         raise CheckpointSupersededError(
             f"another process has committed other metadata as {decision_path(directory, attempt)}: two jobs have drawn "

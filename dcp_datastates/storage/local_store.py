@@ -59,7 +59,7 @@ class LocalStore:
 
     def _replace(self, key: str, pieces: Iterable[Buffer], nbytes: int | None) -> None:
         path = _path(key)
-        with _written(path, pieces, nbytes, renamed=True) as unfinished:
+        with _written(path, pieces, nbytes) as unfinished:
             operations.rename(unfinished, path)
         _sync_name(path)
 
@@ -67,6 +67,8 @@ class LocalStore:
         path = _path(key)
         with _written(path, [data], memoryview(data).nbytes) as unfinished:
             created = _created(unfinished, path)
+            with contextlib.suppress(OSError):
+                operations.unlink(unfinished)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
         _sync_name(path, created)
         return created
@@ -77,27 +79,10 @@ class LocalStore:
         self._replace(key, pieces, nbytes=None)
 
     def get(self, key: str) -> bytes:
-        if (mark := _mark_at(_path(key))) is not None:
-            return mark
-        with _opened(key) as descriptor:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes > _MOST_BYTES:
-                raise StorageError(
-                    errno.EFBIG,
-                    f"it has {nbytes} bytes, more than the metadata of any checkpoint",
-                    f"/{key}",
-                )
-            data = bytearray(nbytes)
-            del data[local.read_at(descriptor, 0, memoryview(data)) :]
-        return bytes(data)
+        return bytes(_read(key, 0, None))
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
-        if (mark := _mark_at(_path(key))) is not None:
-            return mark[begin:end]
-        with _opened(key) as descriptor:
-            data = bytearray(end - begin)
-            del data[local.read_at(descriptor, begin, memoryview(data)) :]
-            return data
+        return _read(key, begin, end)
 
     def size(self, key: str) -> int:
         status = presence.status_of(_path(key))
@@ -227,11 +212,9 @@ def _path(key: str) -> Path:
 
 
 @contextlib.contextmanager
-def _written(
-    path: Path, pieces: Iterable[Buffer], nbytes: int | None, renamed: bool = False
-) -> Iterator[Path]:
+def _written(path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> Iterator[Path]:
     """A temporary file beside ``path`` with the ``nbytes`` of ``pieces`` (None: they cannot be made again), on stable
-    storage; it is gone afterwards. ``renamed``: the caller renames it.
+    storage. The caller renames or removes it; after an error it is gone.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}~")
     with local.explained("writing", path):
@@ -244,9 +227,6 @@ def _written(
             if isinstance(error, FileNotFoundError) and not isinstance(error, DataStatesError):
                 raise ObjectMissingError(str(path)) from error  # its folder is
             raise
-        if not renamed:
-            with contextlib.suppress(OSError):
-                operations.unlink(unfinished)
 
 
 def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int | None) -> None:
@@ -269,31 +249,43 @@ def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int |
         ) from error
 
 
-def _mark_at(path: Path) -> bytes | None:
+def _read(key: str, begin: int, end: int | None) -> Buffer:
+    """The bytes ``[begin, end)`` of an object (None: to its end), fewer if it ends before."""
+    path = _path(key)
     with contextlib.suppress(OSError, ValueError):
         text = os.readlink(path)
         if text.startswith(_MARK):
-            return bytes.fromhex(text.removeprefix(_MARK))
-    return None
+            return bytes.fromhex(text.removeprefix(_MARK))[begin:end]
+    if (descriptor := presence.judged(local.open_regular, path)) is None:
+        raise ObjectMissingError(str(path))
+    try:
+        with local.explained("reading", path):
+            if end is None:
+                end = os.fstat(descriptor).st_size
+                if end > _MOST_BYTES:
+                    why = f"it has {end} bytes, more than the metadata of any checkpoint"
+                    raise StorageError(errno.EFBIG, why, str(path))
+            data = bytearray(end - begin)
+            del data[local.read_at(descriptor, begin, memoryview(data)) :]
+            return data
+    finally:
+        os.close(descriptor)
 
 
 def _created(unfinished: Path, path: Path) -> bool:
     """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
         operations.link(unfinished, path)
+        return True
     except FileExistsError:
         # NFS repeats a request whose reply was lost, and then finds the name that the first one made.
         return os.lstat(unfinished).st_nlink > 1
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _created_by_rename(unfinished, path)
-    return True
-
-
-def _created_by_rename(unfinished: Path, path: Path) -> bool:
     try:
         operations.rename_new(unfinished, path)
+        return True
     except FileExistsError:
         return False
     except OSError as error:
@@ -304,7 +296,6 @@ def _created_by_rename(unfinished: Path, path: Path) -> bool:
             "the file system has no hard links, and no renames that replace nothing",
             str(path),
         ) from error
-    return True
 
 
 def _sync_name(path: Path, created: bool = False) -> None:
@@ -326,15 +317,3 @@ def _sync_name(path: Path, created: bool = False) -> None:
             f"after a crash",
             str(path),
         ) from error
-
-
-@contextlib.contextmanager
-def _opened(key: str) -> Iterator[int]:
-    path = _path(key)
-    if (descriptor := presence.judged(local.open_regular, path)) is None:
-        raise ObjectMissingError(str(path))
-    try:
-        with local.explained("reading", path):
-            yield descriptor
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,6 @@ from typing import Final
 from dcp_datastates.checkpoints.copy import committed_at
 from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
-from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
@@ -37,6 +36,7 @@ from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.futures import SharedFuture, Worker, when_done
 from dcp_datastates.process.waiting import Wait
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import size
@@ -182,7 +182,7 @@ class Archive:
                 elif attempt < found.attempt:
                     unpin(found.path, name)  # the checkpoint that it kept was replaced
         for path in directories(self.slow):
-            if path.name not in pinned and not is_committed(path) and attempts_at(path):
+            if path.name not in pinned and not attempts.is_taken(path) and attempts.present(path):
                 with _logged(f"the rest of a copy stays in {path}"):
                     if delete_rest(path):
                         logger.info("removed the rest of a copy from %s", path)

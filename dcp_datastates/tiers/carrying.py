@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from dcp_datastates.checkpoints.copy import CopyTarget, committed_at, copies
+from dcp_datastates.checkpoints import copy
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.joint_work import JointWork
 from dcp_datastates.errors import (
@@ -62,12 +62,12 @@ class Carrier:
             DataStatesError: the checkpoint was replaced or is damaged, or another one is at ``target``; of the same
                 type on every rank.
         """
-        place, number = CopyTarget(target, attempt), (attempt.incarnation << 64) + attempt.sequence
+        number = (attempt.incarnation << 64) + attempt.sequence
         with self._work.telling(number):
-            committed = self.until_done(lambda: self._write(source, attempt, target, place), target)
+            committed = self.until_done(lambda: self._write(source, attempt, target), target)
 
         def commit(_: Sequence[bytes]) -> bytes:
-            self.until_done(lambda: self._commit(committed, target, place), target)
+            self.until_done(lambda: _commit(committed, target), target)
             return b""
 
         try:
@@ -78,9 +78,7 @@ class Carrier:
                     return  # the first rank has ended since
             raise
 
-    def _write(
-        self, source: Location, attempt: Attempt, target: Location, place: CopyTarget
-    ) -> Committed:
+    def _write(self, source: Location, attempt: Attempt, target: Location) -> Committed:
         """Write this rank's files that are not there yet."""
         committed = open_committed(source)
         now = committed.note.attempt
@@ -91,23 +89,16 @@ class Carrier:
         if _is_carried(target, attempt):
             return committed
         mine = [record for record in committed.note.files.values() if self._is_mine(record)]
-        place.claim()
-        for copy in copies(committed, place, mine):
+        copy.make_place(target, attempt)
+        for write in copy.copies(committed, target, mine):
             hit("archive.write.before")
-            copy(lambda nbytes: self._work.wait(self.pace.delay(nbytes)))
+            write(lambda nbytes: self._work.wait(self.pace.delay(nbytes)))
             hit("archive.write.after")
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
         rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
         return (rank or 0) % self._work.world == self._work.rank
-
-    def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
-        if not _is_carried(target, committed.note.attempt):
-            hit("archive.commit.before")
-            place.publish(committed.data)
-            hit("archive.commit.after")
-        place.remove_older()
 
     def until_done(self, work: Callable[[], T], target: Location) -> T:
         """The result of ``work``, which is tried again for as long as storage fails."""
@@ -126,13 +117,22 @@ class Carrier:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+def _commit(committed: Committed, target: Location) -> None:
+    attempt = committed.note.attempt
+    if not _is_carried(target, attempt):
+        hit("archive.commit.before")
+        copy.publish(target, attempt, committed.data)
+        hit("archive.commit.after")
+    copy.remove_older(target, attempt)
+
+
 def _is_carried(target: Location, attempt: Attempt) -> bool:
     """Whether the copy is committed. An older checkpoint at ``target`` is to be replaced.
 
     Raises :class:`CheckpointSupersededError` if a newer one is there, and :class:`CheckpointExistsError` if another
     program's is.
     """
-    there = committed_at(target)
+    there = copy.committed_at(target)
     if there is not None and there > attempt:
         raise CheckpointSupersededError(
             f"a newer checkpoint, attempt {there.name}, is in the archive at {str(target)!r}; it stands"

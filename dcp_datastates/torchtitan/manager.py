@@ -38,8 +38,13 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX, Format, format_of
-from dcp_datastates.checkpoints.inventory import is_directory, remove_all
+from dcp_datastates.checkpoints.inventory import (
+    HUGGING_FACE_INDEX,
+    Format,
+    format_of,
+    is_directory,
+    remove_all,
+)
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.config import BackgroundOptions, Reads, WriterConfig

@@ -24,8 +24,7 @@ from typing import Any, Final
 import torch
 
 from dcp_datastates._native import crc32c
-from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
-from dcp_datastates.checkpoints.inventory import remove_all
+from dcp_datastates.checkpoints.inventory import HUGGING_FACE_INDEX, remove_all
 from dcp_datastates.conversion.hugging_face import parsed_index, safetensors_source
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (

@@ -57,7 +57,7 @@ def at(monkeypatch):
 
 def _begun(path):
     """A save at ``path`` whose bytes are durable."""
-    claim = Place(path).claim(claims.Neighbours(), True)
+    claim = claims.claim(path, claims.Neighbours(), True)
     (path / claim.attempt.name / DATA).write_text(claim.attempt.name)
     error = StorageError(errno.EIO, "")
     return Round(0, claim.attempt, path, EndedPart(error), path=path, claim=claim, timeout=5)
@@ -192,7 +192,7 @@ def test_a_claim_whose_directory_another_process_makes_takes_another_number(monk
     first = _begun(tmp_path)
     numbers = [first.attempt, Attempt(first.attempt.incarnation, first.attempt.sequence + 1)]
     monkeypatch.setattr(claims, "next_attempt", lambda after: numbers.pop(0))
-    assert Place(tmp_path).claim(claims.Neighbours(), True).attempt > first.attempt
+    assert claims.claim(tmp_path, claims.Neighbours(), True).attempt > first.attempt
     assert numbers == []
 
 
@@ -243,7 +243,7 @@ def test_what_is_known_of_neighbours_does_not_grow_with_the_job(monkeypatch, tmp
     for step in range(30):
         path = tmp_path / f"step-{step}"
         path.mkdir()
-        Place(path).claim(neighbours, True)
+        claims.claim(path, neighbours, True)
         neighbours.look(stored(tmp_path))
         shutil.rmtree(path)
     assert len(neighbours._known) <= 2

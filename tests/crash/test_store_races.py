@@ -17,7 +17,7 @@ from support.tiers import tries
 from dcp_datastates.commit.place import EndedPart, Place, Round
 from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage import decisions, object_path
-from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.claims import Neighbours, claim
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import ObjectPath
 
@@ -101,19 +101,19 @@ def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, pa
             if number >= races and (len(counts) == 2 or number >= 20 * races):
                 break
             step = path / f"root-{number // 50}" / f"step-{number}"
-            claim = Place(step).claim(Neighbours(), overwrite=True)
-            file = step / claim.attempt.name / "r00000-0.safetensors"
+            claimed = claim(step, Neighbours(), overwrite=True)
+            file = step / claimed.attempt.name / "r00000-0.safetensors"
             file.store.put(file.key, b"data")
-            round_ = Round(0, claim.attempt, step, part, path=step, claim=claim, timeout=60)
+            round_ = Round(0, claimed.attempt, step, part, path=step, claim=claimed, timeout=60)
             outcomes = [
                 threads.submit(_commit, step, round_),
-                *(threads.submit(_settle, step, claim.attempt) for _ in range(SETTLERS)),
+                *(threads.submit(_settle, step, claimed.attempt) for _ in range(SETTLERS)),
             ]
             found = {outcome.result() for outcome in outcomes}
             assert len(found) == 1, f"race {number}: told {found}"
             (committed,) = found
             expected = State.COMMITTED if committed else State.WITHDRAWN
-            assert decisions.state_of(step, claim.attempt) is expected
+            assert decisions.state_of(step, claimed.attempt) is expected
             counts[committed] += 1
     print(f"{number} races: {counts[True]} commits, {counts[False]} withdrawn")
     assert counts.keys() == {True, False}

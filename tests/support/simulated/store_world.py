@@ -99,6 +99,9 @@ class World:
         if actor is None:
             return Fate.DONE
         self.schedule.pause(f"{request.kind} {request.key.removeprefix('run/')}")
+        if request.kind == "delete" and request.key.endswith("/decision"):
+            # A request that committed an attempt is not carried out once more as late as this.
+            self.late[:] = [late for late in self.late if not self._is_about_deleted(late)]
         if self.random.random() >= self.faults:
             return Fate.DONE
         fates = list(Fate) if request.changes else [Fate.REFUSED]
@@ -107,6 +110,11 @@ class World:
         if fate in (Fate.REFUSED, Fate.LOST, Fate.LATE) and actor.name in self.working:
             self.doubtful.add(self.working[actor.name])
         return fate
+
+    def _is_about_deleted(self, late: Callable[[], object]) -> bool:
+        keys = {f"{path}/{attempt.name}/decision" for path, attempt in self.deleted}
+        held = [cell.cell_contents for cell in late.__closure__ or ()]
+        return any(isinstance(each, str) and each in keys for each in held)
 
     def _on_operation(self, point: str) -> None:
         actor = self.schedule.here
@@ -249,7 +257,7 @@ class Job:
     def _save_to(self, path: ObjectPath, neighbours: Neighbours) -> None:
         world, place = self.world, Place(path)
         could_see = set(world.there().items())
-        claim = place.claim(neighbours, overwrite=True)
+        claim = claims.claim(path, neighbours, overwrite=True)
         for key in could_see - world.deleted:
             assert claim.attempt > key[1], "it does not count as newer"
         round_ = round_of(claim.attempt, path, claim)
@@ -335,7 +343,7 @@ def round_of(mine: Attempt | None, path: ObjectPath, claim: Claim | None = None)
 
 
 def delete(world: World, path: ObjectPath) -> None:
-    """Delete the checkpoint at ``path``: whatever is committed goes at once, the files next, and the decisions last."""
+    """Delete the checkpoint at ``path``, with the attempts that are older."""
     found = attempts.newest_committed(path)
     if found is None:
         return
@@ -348,34 +356,12 @@ def delete(world: World, path: ObjectPath) -> None:
         registered = {attempt for attempt in newer if there[attempt].decision is None}
     if any(there[each].is_committed for each in newer) or newer & registered:
         return  # a save may be in flight
-    gone = []
-    for attempt in sorted(there):
-        if attempt <= victim and decisions.withdraw(path, attempt) is State.COMMITTED:
-            world.deleted.add((path.key, attempt))
-            decisions.mark_deleted(path, attempt)
-            gone.append(attempt)
-    older = [attempt for attempt in there if attempt <= victim]
-    for attempt in older:
-        attempts.remove_data(path, attempt, 0, 1)
-    attempts.forget(path, older)
-    # A request that committed an attempt is not carried out once more as late as this.
-    held_up = [each for each in world.late if _is_about(each, path, gone)]
-    for each in held_up:
-        world.late.remove(each)
-    if path.is_local:
-        attempts.remove_folders(path, older)
-    else:
-        path.store.delete([decisions.decision_path(path, attempt).key for attempt in gone])
+    older = {attempt: there[attempt] for attempt in sorted(there) if attempt <= victim}
+    states = {attempt: decisions.withdraw(path, attempt) for attempt in older}
+    gone = [attempt for attempt, state in states.items() if state is State.COMMITTED]
+    world.deleted.update((path.key, attempt) for attempt in gone)
+    attempts.remove(path, older, states)
     world.counts["deleted"] += len(gone)
-
-
-def _is_about(late: Callable[[], object], path: ObjectPath, attempts: list[Attempt]) -> bool:
-    keys = {decisions.decision_path(path, attempt).key for attempt in attempts}
-    return any(cell.cell_contents in keys for cell in late.__closure__ or () if _is_text(cell))
-
-
-def _is_text(cell: Any) -> bool:
-    return isinstance(cell.cell_contents, str)
 
 
 def look(world: World, path: ObjectPath) -> None:

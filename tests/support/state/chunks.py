@@ -37,7 +37,7 @@ from dcp_datastates.saving.operation import SaveOperation, Ticket
 from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.storage import local
-from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.claims import Neighbours, claim
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     ranks = len(plannings)
     proposals = [planning.propose("", rank) for rank, planning in enumerate(plannings)]
     local.make_directories(path)
-    claimed = Place(path).claim(Neighbours(), True)
+    claimed = claim(path, Neighbours(), True)
     rounds = []
     for rank, (planning, answer) in enumerate(
         zip(plannings, plannings[0].assign(proposals), strict=True)

@@ -24,7 +24,7 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.storage import operations
+from dcp_datastates.storage import claims, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Neighbours
 
@@ -206,12 +206,11 @@ def test_a_newer_save_that_may_be_in_flight_is_named_and_nothing_is_touched(path
 
 
 def test_a_slow_save_that_is_deleted_cannot_be_committed_any_more(path):
-    place = Place(path.with_name("slow"))
-    claim = place.claim(Neighbours(), True)
+    claim = claims.claim(path.with_name("slow"), Neighbours(), True)
     delete(path.with_name("slow"))
     save = Round(0, claim.attempt, path.with_name("slow"), EndedPart(), timeout=1.0, claim=claim)
     with pytest.raises(CheckpointSupersededError):
-        place.publish(save, b"x" * 1000)
+        Place(path.with_name("slow")).publish(save, b"x" * 1000)
     assert not path.with_name("slow").exists()
 
 

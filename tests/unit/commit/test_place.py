@@ -15,7 +15,7 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     StorageError,
 )
-from dcp_datastates.storage import attempts, decisions, operations
+from dcp_datastates.storage import attempts, claims, decisions, operations
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.object_path import stored
@@ -26,7 +26,7 @@ WORLD = 2
 @pytest.fixture
 def path(monkeypatch, store):
     path = installed(monkeypatch, store)
-    Place(path.parent / "step-0").claim(Neighbours(), overwrite=True)  # tries the store
+    claims.claim(path.parent / "step-0", Neighbours(), overwrite=True)  # tries the store
     store.counts.clear()
     return path
 
@@ -37,7 +37,7 @@ def _metadata(attempt):
 
 def _begun(path, overwrite=True):
     """A save whose files are in the store."""
-    claim = Place(path).claim(Neighbours(), overwrite)
+    claim = claims.claim(path, Neighbours(), overwrite)
     for rank in range(WORLD):
         file = path / claim.attempt.name / f"r{rank:05d}-0.safetensors"
         file.store.put(file.key, b"data")
@@ -115,10 +115,9 @@ def test_overwrite_false(path):
     with pytest.raises(CheckpointExistsError):
         _publish(second)
     with pytest.raises(CheckpointExistsError):
-        Place(path).check_overwrite(False)
+        claims.check_absent(path)
     with pytest.raises(CheckpointExistsError):
         _begun(path, overwrite=False)
-    Place(path).check_overwrite(True)
 
 
 def test_a_failed_save_removes_each_rank_s_files(path, store):

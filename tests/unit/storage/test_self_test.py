@@ -13,11 +13,10 @@ from support.simulated.object_stores import Fate, MemoryStore, creates_once, ins
 from support.state.checkpoints import assert_same, load, save
 
 import dcp_datastates
-from dcp_datastates.commit.place import Place
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import bounded as bounded_work
 from dcp_datastates.storage import self_test
-from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.claims import Neighbours, claim
 from dcp_datastates.storage.self_test import Operation, examine, what_works
 from dcp_datastates.storage.store_calls import ExpiredError
 
@@ -29,8 +28,8 @@ def saves_and_loads(path):
     assert_same(load({"w": torch.zeros(1000)}, path), STATE)
 
 
-def claim(path):
-    return Place(path).claim(Neighbours(), overwrite=True)
+def claimed(path):
+    return claim(path, Neighbours(), overwrite=True)
 
 
 # ---- object stores -------------------------------------------------------------------------------
@@ -220,10 +219,10 @@ def test_a_permission_without_which_no_save_works_is_named_before_anything_is_sa
     path = installed(monkeypatch, store)
     for _ in range(2):  # it is not remembered
         with pytest.raises(StorageError, match=way_out):
-            claim(path)
+            claimed(path)
     assert store.objects == {}
     store.on_request = lambda request: Fate.DONE
-    claim(path)
+    claimed(path)
 
 
 # ---- directories ---------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ def test_what_a_save_needs_is_missed_by_name_before_anything_is_written(
     with monkeypatch.context() as patched:
         patch(patched)
         with pytest.raises(StorageError, match=way_out) as raised:
-            claim(tmp_path / "step-1")
+            claimed(tmp_path / "step-1")
         assert operation.value in str(raised.value)
         found = examine(tmp_path)
         assert found.missing is not None

@@ -7,7 +7,7 @@ from support.state.files import flip_bit
 from support.state.metadata import decision_of
 from support.state.roots import save_stock
 
-from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import Format, format_of
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
