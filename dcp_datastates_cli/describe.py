@@ -34,7 +34,7 @@ from dcp_datastates_cli.output import (
 
 _WIDTH, _HEIGHT = 80, 23  # of a terminal with 24 lines, one is the prompt's
 _LEAST_ROWS: Final = 4
-_MOST_LINES: Final = 5  # of one entry: many saves may be in flight
+_MOST_LINES: Final = 5  # of one entry: an error may be long
 _QUIET_SECONDS: Final = 600.0  # a save that has written nothing for so long is probably abandoned
 
 
@@ -152,8 +152,8 @@ def free_saves(found: Directory) -> int | None:
 
 def screen(found: Directory, now: float, rows: int | None = 0) -> str:
     """The text, in 80 columns. ``rows``: how many checkpoints are listed (0: as many as fit; None: all)."""
-    lines = [str(found.path)]
-    for label, text in _entries(found, now):
+    lines, failed = [str(found.path)], None if found.failure is None else found.failure.attempt
+    for label, text in _entries(found, failed, now):
         lines += textwrap.wrap(
             printable(text),
             _WIDTH,
@@ -164,13 +164,14 @@ def screen(found: Directory, now: float, rows: int | None = 0) -> str:
         )
     if rows == 0:
         rows = max(_LEAST_ROWS, _HEIGHT - len(lines) - 3)
-    others = tuple(each for each in found.checkpoints if each.committed or not each.in_flight)
+    said = [each for each in found.checkpoints if each.in_flight or each.attempt == failed]
+    others = tuple(each for each in found.checkpoints if each.committed or each not in said)
     table = dataclasses.replace(found, checkpoints=others).table(rows)
     return "\n".join([*lines, "", *table])
 
 
-def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
-    newest = found.newest
+def _entries(found: Directory, failed: str | None, now: float) -> Iterator[tuple[str, str]]:
+    newest, failure = found.newest, found.failure
     if newest is None or newest.committed_at is None:
         yield "newest", "none that can be loaded"
     else:
@@ -179,8 +180,14 @@ def _entries(found: Directory, now: float) -> Iterator[tuple[str, str]]:
     if (due := next_commit(found.checkpoints)) is not None:
         late = f"{duration(now - due)} late" if now > due else f"in {duration(due - now)}"
         yield "next commit", f"{late}, if saves go on as before"
-    saves = [each for each in found.checkpoints if each.in_flight]
+    saves = [each for each in found.checkpoints if each.in_flight and each.attempt != failed]
     yield "in flight", "; ".join(_of_save(each, now) for each in saves) or "nothing"
+    if failure is not None:
+        since = "a later save is committed" if found.failure_is_past else None
+        when = None if failure.at is None else f"{duration(max(0.0, now - failure.at))} ago"
+        about = filter(None, (failure.checkpoint, when, failure.by, since))
+        yield "last failure", ", ".join(about) or "unknown"
+        yield "", failure.error or "the disk was full, so that the note has the time alone"
     if found.free_nbytes is not None:
         count = free_saves(found)
         room = "" if count is None else f": room for {count:,} saves like the newest"

@@ -175,7 +175,7 @@ def inspect(
         if not is_directory(directory):
             raise
         listed = overview(directory)
-        if not listed.checkpoints:
+        if not listed.checkpoints and listed.failure is None:
             raise
         return listed
 

@@ -1,8 +1,9 @@
-"""Describes a directory of checkpoints: what is there, and what is in flight."""
+"""Describes a directory of checkpoints: what is there, what is in flight, and what has failed."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dcp_datastates.errors import DataStatesError, ForeignCheckpointError, Stora
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, decisions
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.job_notes import Note, note_in
 from dcp_datastates.storage.object_path import Location, stored
 from dcp_datastates.text import columns, date, numbers, size, step_of
 
@@ -97,6 +99,10 @@ class Directory:
     latest: str | None
     """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
     checkpoints: tuple[Listed, ...] = field(repr=False)
+    failure: Note | None = None
+    """The last save there that failed, as its job has noted it."""
+    failure_is_past: bool = False
+    """Whether a later save is committed."""
     free_nbytes: int | None = None
     """What a save may still take there; None in a store."""
 
@@ -146,6 +152,7 @@ def overview(root: Location) -> Directory:
     replacing = (each for old in ours[:_REPLACED] for each in _open_saves(root / old.name, old))
     others = _others(path for path in everything if path.name not in names)
     first = next((each for each in ours if each.problem is None or each.unjudged), None)
+    failure = note_in(root)
     free = None
     with contextlib.suppress(OSError):
         if stored(root).is_local:
@@ -155,6 +162,9 @@ def overview(root: Location) -> Directory:
         path=root,
         latest=None if first is None or first.unjudged else first.name,
         checkpoints=(*ours, *replacing, *others),
+        failure=failure,
+        failure_is_past=failure is not None
+        and any((each.committed_at or 0.0) > (failure.at or math.inf) for each in ours),
         free_nbytes=free,
     )
 

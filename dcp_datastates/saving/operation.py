@@ -39,7 +39,7 @@ from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.results import SaveRecord, SaveStats
-from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.storage import claims, local
@@ -355,6 +355,8 @@ class SaveOperation:
             self.submit_failure(error)  # later rounds wait for this save's
         if (record := self.record) is not None:
             conclude(record, error)
+            if error is not None:
+                note_failure(record, self.path, self.group.detector)
 
     def _recorded(self, error: BaseException | None) -> SaveRecord:
         ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name

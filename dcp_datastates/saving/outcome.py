@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import random
+import time
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
-from dcp_datastates.process.futures import Listeners
+from dcp_datastates.process.futures import Listeners, call_back
+from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import Outcome, SaveRecord, SaveStats
+from dcp_datastates.storage.job_notes import Note, leave, note_in
+from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import step_of
 
 logger = logging.getLogger(__name__)
@@ -112,6 +120,32 @@ def conclude(record: SaveRecord, error: BaseException | None) -> None:
     listeners.tell(record)
 
 
+_MOST_PAUSE: Final = 5.0
+
+
+def note_failure(
+    record: SaveRecord, path: Location | None, detector: FailureDetector | None = None
+) -> None:
+    """Have the error noted beside the checkpoints, in the background: by rank 0, or if that is lost, by another."""
+    if path is None or record.error is None or record.outcome == "skipped":
+        return
+    if f"[Errno {errno.ENODEV}]" in record.error:  # what is at the root's place is another one
+        return
+    if record.rank and (detector is None or detector.lost_coordinator is None):
+        return
+    note = Note(error=record.error, checkpoint=path.name, attempt=record.attempt)
+    call_back(partial(_note, path.parent, note, record.world / 1000 if record.rank else 0.0))
+
+
+def _note(root: Location, note: Note, pause: float) -> None:
+    if pause:
+        time.sleep(random.uniform(0.0, min(_MOST_PAUSE, pause)))
+        there = note_in(root)
+        if there and (there.checkpoint, there.attempt) == (note.checkpoint, note.attempt):
+            return
+    leave(root, note)
+
+
 def conclude_call(
     origin: SaveOrigin, rank_set: RankSet, path: object, stats: SaveStats, error: BaseException
 ) -> None:
@@ -122,3 +156,4 @@ def conclude_call(
             "the call for %r raised %s", record.path, record.error, extra={"save_record": record}
         )
         listeners.tell(record)
+        note_failure(record, path if isinstance(path, Path | ObjectPath) else None)

@@ -205,7 +205,7 @@ def test_json_of_a_checkpoint(checkpoint):
 
 def test_json_of_a_directory(root):
     document = json.loads(run_cli("inspect", "--json", root).stdout)
-    more = "free_nbytes free_saves next_commit"
+    more = "failure failure_is_past free_nbytes free_saves next_commit"
     assert set(document) == {"kind", "path", "latest", "checkpoints", *more.split()}
     assert document["latest"] == "best"
     fields = (

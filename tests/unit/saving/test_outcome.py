@@ -2,13 +2,17 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dcp_datastates.errors import CheckpointSkipped, SaveFailedError, StorageError
+from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError, StorageError
+from dcp_datastates.process.futures import finish_callbacks
+from dcp_datastates.ranks.failure_detector import Loss
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import SaveStats, Timeline
-from dcp_datastates.saving.outcome import SaveOrigin, conclude, record_of
+from dcp_datastates.saving.outcome import SaveOrigin, conclude, note_failure, record_of
+from dcp_datastates.storage.job_notes import note_in
 
 PATH = Path("/ckpt/step-7")
 
@@ -76,3 +80,31 @@ def test_a_failure_names_path_cause_and_type_on_every_rank(error, level, says, r
 def test_a_failure_that_names_the_path_does_not_name_it_twice(caplog):
     _, text = _line(caplog, SaveFailedError("the save to '/ckpt/step-7' failed: rank 1: why"))
     assert text.count("the save to") == 1
+
+
+def _noted(path, error, rank=0, detector=None):
+    """The note of a failure beside ``path``, after this rank of two has seen it."""
+    ranks = RankSet(rank, (0, 1), None)
+    record = record_of(SaveOrigin.PACKAGE, ranks, path, "a-1", SaveStats(), error)
+    note_failure(record, path, detector)
+    assert finish_callbacks(60)
+    return note_in(path.parent)
+
+
+def test_the_first_rank_notes_a_failure_beside_the_checkpoints(tmp_path):
+    path = tmp_path / "step-7"
+    alive = SimpleNamespace(lost_coordinator=None)
+    why = SaveFailedError("why")
+    for case in ((None,), (CheckpointSkipped("late"),), (why, 1), (why, 1, alive)):
+        assert _noted(path, *case) is None
+    found = _noted(path, why)
+    assert (found.checkpoint, found.attempt) == ("step-7", "a-1")
+    assert found.error == "SaveFailedError: why"
+
+
+def test_another_rank_does_if_the_first_is_lost_and_none_has(tmp_path):
+    lost = SimpleNamespace(lost_coordinator=Loss(0, "has ended"))
+    found = _noted(tmp_path / "step-7", RankLostError("rank 0 has ended"), 1, lost)
+    assert found.error == "RankLostError: rank 0 has ended"
+    assert _noted(tmp_path / "step-7", RankLostError("again"), 1, lost) == found
+    assert _noted(tmp_path / "step-8", RankLostError("next"), 1, lost).checkpoint == "step-8"
