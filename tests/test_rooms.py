@@ -66,7 +66,7 @@ BUDGETS = {
     "sharing": 690,
     "staging": 1_907,
     "storage": 3_474,
-    "tiers": 2_138,
+    "tiers": 2_130,
     "torchtitan": 466,
     "weights": 906,
     "wire": 644,

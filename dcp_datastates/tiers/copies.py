@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -98,8 +98,13 @@ class Copies:
 
     def _mend(self) -> None:
         """Send what is due, and what is not done once more after a pause."""
-        due = [*self._due.items()]
-        done = [key for key, ends_at in due if self._is_done(key) or time.monotonic() > ends_at]
+        done = []
+        for key, ends_at in [*self._due.items()]:
+            is_done = time.monotonic() > ends_at
+            with self._tried(key):
+                is_done |= self._send(key)
+            if is_done:
+                done.append(key)
         self._pause = _FIRST_PAUSE if done else min(2 * self._pause, _LONGEST_PAUSE)
         with self._lock:
             for key in done:
@@ -116,7 +121,7 @@ class Copies:
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
         store, copied = self.store, list[str]()
-        try:
+        with self._tried(root):
             if not self._job.nodes().is_first:
                 return
             place = ObjectPath(store.url, root)
@@ -134,19 +139,15 @@ class Copies:
                         whole, lacking = store.copies_of(key, record.nbytes)
                         if lacking and whole and whole[0] is self._job.own:
                             self.add(key)
-        except (DataStatesError, OSError) as error:
-            self._say_failed(root, error)
         if copied:
             self._post(lambda: self._settle(copied))
 
     def _settle(self, copied: list[str]) -> None:
         """Delete what was copied while another process deleted it."""
         self._wait(_SETTLE_SECONDS)
-        try:
+        with self._tried(copied[0]):
             own, name_of = self._job.own, self.store.name_of
             self.store.delete(key for key in copied if own.find(name_of(key)) is None)
-        except OSError as error:
-            self._say_failed(copied[0], error)
 
     def _spread(self, folder: ObjectPath) -> list[str]:
         """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
@@ -163,17 +164,8 @@ class Copies:
             self.store.spread(key)
         return found
 
-    def _is_done(self, key: str) -> bool:
-        """Send an object to the nodes that lack it; returns whether there is no more to do."""
-        try:
-            return self._send(key)
-        except CheckpointNotFoundError:  # it is not committed yet, or not any more
-            return False
-        except (DataStatesError, OSError) as error:
-            self._say_failed(key, error)
-            return False
-
     def _send(self, key: str) -> bool:
+        """Send an object to the nodes that lack it; returns whether there is no more to do."""
         file = ObjectPath(self.store.url, key)
         directory = file.parent.parent
         committed = open_committed(directory)
@@ -188,7 +180,7 @@ class Copies:
         hit("node.copy.before")
         try:
             pieces = checked_pieces(directory, record, self._paced) if record else [committed.data]
-            self.store.copy(key, pieces, lacking)
+            self.store.put_on(lacking, key, pieces)
         except CheckpointCorruptError as error:
             if self.store.leave(key, str(error)):
                 return False
@@ -211,12 +203,18 @@ class Copies:
         if self._closing.wait(seconds):
             raise _Ending
 
-    def _say_failed(self, key: str, error: Exception) -> None:
-        if self._job.is_over():
-            raise _Ending
-        logger.warning(
-            "copies of %s cannot be made now: %s", ObjectPath(self.store.url, key), error
-        )
+    @contextlib.contextmanager
+    def _tried(self, key: str) -> Iterator[None]:
+        """What fails within is named in the log. What is not committed, or not any more, has not failed."""
+        try:
+            yield
+        except CheckpointNotFoundError:
+            pass
+        except (DataStatesError, OSError) as error:
+            if self._job.is_over():
+                raise _Ending from None
+            path = ObjectPath(self.store.url, key)
+            logger.warning("copies of %s cannot be made now: %s", path, error)
 
 
 class _Ending(Exception):

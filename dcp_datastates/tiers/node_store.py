@@ -94,25 +94,22 @@ class NodeStore:
         # One piece is in flight: each node has it, or its socket has, before the next is taken.
         places = self.nodes().places(key)
         if not is_data(key):
-            self._put(key, pieces, places)
+            self.put_on(places, key, pieces)
             return
         self.saves.add(key)
         try:
-            self._put(key, pieces, places, least=1)
+            self.put_on(places, key, pieces, least=1)
         finally:
             self.saves.discard(key)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        with self._explained("creating", key):
-            if self.spread(key):
-                return False
-        return self._put(key, [data], self.nodes().ring, if_absent=True)
+        ring = self.nodes().ring
+        return not self.spread(key) and self.put_on(ring, key, [data], if_absent=True)
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = [self.name_of(key) for key in keys]
-        if names:
-            with self._explained("deleting", names[0]):
-                _all(self.nodes().ring, lambda node: node.delete(names))
+        if them := [*keys]:
+            names = [self.name_of(key) for key in them]
+            self._all("deleting", them[0], self.nodes().ring, lambda node: node.delete(names))
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -144,8 +141,7 @@ class NodeStore:
     def left(self, key: str) -> int:
         """The bytes of data files that still have room at ``key``, if each node stores equally many."""
         nodes, name = self.nodes(), self.name_of(key)
-        with self._explained("looking for room", key):
-            least = min(_all(nodes.ring, lambda node: node.left(name)))
+        least = min(self._all("looking for room", key, nodes.ring, lambda node: node.left(name)))
         return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
 
     # ---- copies ------------------------------------------------------------------------------------
@@ -182,8 +178,7 @@ class NodeStore:
         """
         nodes, name = self.nodes(), self.name_of(key)
         homes = nodes.homes(key)
-        with self._explained("looking at", key):
-            found = _all(homes, lambda node: node.find(name))
+        found = self._all("looking at", key, homes, lambda node: node.find(name))
         now = time.monotonic()  # each has answered
         self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
         whole, damaged, without = [], [], []
@@ -198,31 +193,25 @@ class NodeStore:
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
 
-    def copy(self, key: str, pieces: Iterable[Buffer], places: Sequence[Node]) -> None:
-        """Store an object that there is on other nodes, too."""
-        self._put(key, pieces, places)
-
     def spread(self, key: str) -> bool:
         """Whether there is the object, which from now on lies on all nodes: one that was lost and comes back has
-        nothing. Raises OSError.
+        nothing. Raises :class:`StorageError`.
         """
         ring, name = self.nodes().ring, self.name_of(key)
-        found = _all(ring, lambda node: node.find(name))
+        found = self._all("looking at", key, ring, lambda node: node.find(name))
         lacking = [node for node, entry in zip(ring, found, strict=True) if entry is None]
         if 0 < len(lacking) < len(ring):
             try:
-                self._put(key, [self.get(key)], lacking, if_absent=True)
+                self.put_on(lacking, key, [self.get(key)], if_absent=True)
             except ObjectMissingError:  # it was deleted a moment ago
                 return False
         return len(lacking) < len(ring)
 
-    # ---- within ------------------------------------------------------------------------------------
-
-    def _put(
+    def put_on(
         self,
+        places: Sequence[Node],
         key: str,
         pieces: Iterable[Buffer],
-        places: Sequence[Node],
         *,
         if_absent: bool = False,
         least: int | None = None,
@@ -276,15 +265,29 @@ class NodeStore:
             self.on_loss(key)
         return True
 
+    # ---- within ------------------------------------------------------------------------------------
+
     def _below(self, prefix: str) -> dict[str, dict[str, Entry]]:
         """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
         ring, below = self.nodes().ring, self.name_of(prefix)
         found = defaultdict[str, dict[str, Entry]](dict)
-        with self._explained("listing", prefix):
-            for node, entries in zip(ring, _all(ring, lambda node: node.list(below)), strict=True):
-                for entry in entries:
-                    found[entry.key.removeprefix(f"{below}/")][node.name] = entry
+        answers = self._all("listing", prefix, ring, lambda node: node.list(below))
+        for node, entries in zip(ring, answers, strict=True):
+            for entry in entries:
+                found[entry.key.removeprefix(f"{below}/")][node.name] = entry
         return found
+
+    def _all(
+        self, doing: str, key: str, nodes: Sequence[Node], ask: Callable[[Node], T]
+    ) -> Sequence[T]:
+        """What each of ``nodes`` answers. Raises the first error, once all have answered."""
+        answers = []
+        with self._explained(doing, key):
+            for answer in _gathered(nodes, ask):
+                if isinstance(answer, OSError):
+                    raise answer
+                answers.append(answer)
+        return answers
 
     def _in_order(self, key: str) -> Sequence[Node]:
         """All nodes but those on which the object is known to be damaged: the own one, the one that it was last read
@@ -295,24 +298,25 @@ class NodeStore:
         return [node for node in order if (name, node.name) not in self._damaged]
 
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
-        """What the first node answers that has the object, and no copy that is known to be damaged."""
-        name = self.name_of(key)
-        failures: dict[str, OSError] = {}
-        for node in self._in_order(key):
-            try:
-                answer = ask(node, name)
-            except OSError as error:
-                failures[node.name] = error
-                continue
-            if answer is None:
-                continue
-            own = self.nodes().own.name
-            if own in failures:  # which has the object, perhaps, and cannot read it
-                self.leave(key, str(failures[own]), own)
-            if len(self._found) >= _REMEMBERED:
-                self._found.clear()
-            self._found[name] = node
-            return answer
+        """What the first node answers that has the object, and no copy that is known to be damaged. Asks the two
+        likeliest one after the other, and then all others.
+        """
+        own, name, order = self.nodes().own, self.name_of(key), self._in_order(key)
+        failures: dict[Node, OSError] = {}
+        for group in order[:1], order[1:2], order[2:]:
+            answers = _gathered(group, lambda node: ask(node, name))
+            for node, answer in zip(group, answers, strict=True):
+                if isinstance(answer, OSError):
+                    failures[node] = answer
+                    continue
+                if answer is None:
+                    continue
+                if own in failures:  # which has the object, perhaps, and cannot read it
+                    self.leave(key, str(failures[own]), own.name)
+                if len(self._found) >= _REMEMBERED:
+                    self._found.clear()
+                self._found[name] = node
+                return answer
         with self._explained(doing, key):
             raise next(iter(failures.values()), ObjectMissingError(url_of(self.url, key)))
 
@@ -353,13 +357,3 @@ def _gathered(
         return list(map(asked, each))
     with ThreadPoolExecutor(min(len(each), threads), "dcp_datastates-node") as executor:
         return list(executor.map(asked, each))
-
-
-def _all(each: Sequence[S], ask: Callable[[S], T]) -> list[T]:
-    """What ``ask`` returns of each. Raises the first error, once all have answered."""
-    answers: list[T] = []
-    for answer in _gathered(each, ask):
-        if isinstance(answer, OSError):
-            raise answer
-        answers.append(answer)
-    return answers
