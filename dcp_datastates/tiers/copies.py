@@ -12,7 +12,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -22,6 +23,7 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.storage.attempt import Attempt
@@ -52,6 +54,8 @@ _SETTLE_SECONDS: Final = 5.0
 """After which a small object that was copied is looked at again: it may have been deleted meanwhile."""
 
 _LOOK_SECONDS: Final = 0.05
+
+_NONE: Final = MappingProxyType[str, FileRecord]({})
 
 
 class Copies:
@@ -120,12 +124,12 @@ class Copies:
         """
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
-        store, copied = self.store, list[str]()
+        copied = list[str]()
         with self._tried(root):
             if not self._job.nodes().is_first:
                 return
-            place = ObjectPath(store.url, root)
-            names = [each[:-1] for each in store.places(root) if each.endswith("/")]
+            place = ObjectPath(self.store.url, root)
+            names = [each[:-1] for each in self.store.held_below(root) if each.endswith("/")]
             is_one = any(Attempt.parse(name) for name in names)
             for folder in [] if is_one else [place, place / INDEX_NAME]:
                 copied += self._spread(folder)
@@ -133,12 +137,7 @@ class Copies:
                 copied += self._spread(path)
                 with contextlib.suppress(CheckpointNotFoundError):
                     note = open_committed(path).note
-                    copied += self._spread(path / note.attempt.name)
-                    for record in note.files.values():
-                        key = (path / record.relative_path).key
-                        whole, lacking = store.copies_of(key, record.nbytes)
-                        if lacking and whole and whole[0] is self._job.own:
-                            self.add(key)
+                    copied += self._spread(path / note.attempt.name, note.files)
         if copied:
             self._post(lambda: self._settle(copied))
 
@@ -149,20 +148,26 @@ class Copies:
             own, name_of = self._job.own, self.store.name_of
             self.store.delete(key for key in copied if own.find(name_of(key)) is None)
 
-    def _spread(self, folder: ObjectPath) -> list[str]:
-        """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
-        job = self._job.nodes()
-        found = [
-            (folder / name).key
-            for name, held in self.store.places(folder.key).items()
-            if not (name.endswith("/") or is_data(name) or name == DELETING)
-            and len(held) < len(job.ring)
-            and held[0] == job.own.name
-        ]
-        for key in found:
-            hit("node.spread.before")
-            self.store.spread(key)
-        return found
+    def _spread(self, folder: ObjectPath, files: Mapping[str, FileRecord] = _NONE) -> list[str]:
+        """Copy the small objects in ``folder`` to the nodes that lack them, and note the data ``files`` that lack
+        copies, if this node is the first that has them. Returns the keys of what was copied.
+        """
+        job, copied = self._job.nodes(), []
+        for name, held in self.store.held_below(folder.key).items():
+            key = (folder / name).key
+            if (record := files.get(f"{folder.name}/{name}")) is not None:
+                whole, lacking = self.store.copies_of(key, record.nbytes, held)
+                if lacking and whole and whole[0] is job.own:
+                    self.add(key)
+            elif (
+                not (name.endswith("/") or is_data(name) or name == DELETING)
+                and len(held) < len(job.ring)
+                and next(iter(held)) == job.own.name
+            ):
+                hit("node.spread.before")
+                self.store.spread(key)
+                copied.append(key)
+        return copied
 
     def _send(self, key: str) -> bool:
         """Send an object to the nodes that lack it; returns whether there is no more to do."""
@@ -174,7 +179,7 @@ class Copies:
         if record is None and key != decision_path(directory, attempt).key:
             return False
         nbytes = len(committed.data) if record is None else record.nbytes
-        whole, lacking = self.store.copies_of(key, nbytes)
+        whole, lacking = self.store.copies_of(key, nbytes, self.store.held(key))
         if not (whole and lacking):
             return True
         hit("node.copy.before")

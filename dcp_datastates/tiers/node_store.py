@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
@@ -127,7 +127,7 @@ class NodeStore:
         """What any node has; of each object the copy that would be read."""
         beginning = f"{prefix}/" if prefix else ""
         folders, objects = [], []
-        for name, held in sorted(self._below(prefix).items()):
+        for name, held in sorted(self.held_below(prefix).items()):
             if name.endswith("/"):
                 folders.append(name[:-1])
                 continue
@@ -165,31 +165,45 @@ class NodeStore:
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        return {name: [*held] for name, held in self._below(prefix).items()}
+        return {name: [*held] for name, held in self.held_below(prefix).items()}
 
     def elsewhere(self) -> dict[str, ObjectStore]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
         others = self.nodes().others
         return {node.name: NodeStore(self.url, partial(Nodes, node, [node])) for node in others}
 
-    def copies_of(self, key: str, nbytes: int) -> tuple[Sequence[Node], Sequence[Node]]:
-        """The nodes that have an object of ``nbytes`` bytes whole, as far as is known; and those that it is to be sent
-        to: whose copy is damaged, and as many more as are missing. Raises :class:`StorageError`.
+    def held(self, key: str) -> dict[str, Entry]:
+        """The object as the nodes have it, by their names. Raises :class:`StorageError`."""
+        ring, name = self.nodes().ring, self.name_of(key)
+        found = self._all("looking at", key, ring, lambda node: node.find(name))
+        return {node.name: each for node, each in zip(ring, found, strict=True) if each is not None}
+
+    def held_below(self, prefix: str) -> dict[str, dict[str, Entry]]:
+        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
+        ring, below = self.nodes().ring, self.name_of(prefix)
+        found = defaultdict[str, dict[str, Entry]](dict)
+        answers = self._all("listing", prefix, ring, lambda node: node.list(below))
+        for node, entries in zip(ring, answers, strict=True):
+            for entry in entries:
+                found[entry.key.removeprefix(f"{below}/")][node.name] = entry
+        return found
+
+    def copies_of(
+        self, key: str, nbytes: int, held: Mapping[str, Entry]
+    ) -> tuple[Sequence[Node], Sequence[Node]]:
+        """Of an object of ``nbytes`` bytes, which the nodes have as ``held`` says: those that have it whole, as far as
+        is known; and those that it is to be sent to: whose copy is damaged, and as many more as are missing.
         """
         nodes, name = self.nodes(), self.name_of(key)
-        homes = nodes.homes(key)
-        found = self._all("looking at", key, homes, lambda node: node.find(name))
-        now = time.monotonic()  # each has answered
-        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
         whole, damaged, without = [], [], []
-        for node, entry in zip(homes, found, strict=True):
-            if entry is None:
+        for node in nodes.homes(key):
+            if (entry := held.get(node.name)) is None:
                 without.append(node)
             elif entry.nbytes != nbytes or (name, node.name) in self._damaged:
                 damaged.append(node)
             else:
                 whole.append(node)
-        wanted = 1 + nodes.peers if is_data(key) else len(homes)
+        wanted = 1 + nodes.peers if is_data(key) else len(nodes.ring)
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
 
@@ -197,15 +211,14 @@ class NodeStore:
         """Whether there is the object, which from now on lies on all nodes: one that was lost and comes back has
         nothing. Raises :class:`StorageError`.
         """
-        ring, name = self.nodes().ring, self.name_of(key)
-        found = self._all("looking at", key, ring, lambda node: node.find(name))
-        lacking = [node for node, entry in zip(ring, found, strict=True) if entry is None]
-        if 0 < len(lacking) < len(ring):
+        held = self.held(key)
+        lacking = [node for node in self.nodes().ring if node.name not in held]
+        if held and lacking:
             try:
                 self.put_on(lacking, key, [self.get(key)], if_absent=True)
             except ObjectMissingError:  # it was deleted a moment ago
                 return False
-        return len(lacking) < len(ring)
+        return bool(held)
 
     def put_on(
         self,
@@ -267,26 +280,18 @@ class NodeStore:
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _below(self, prefix: str) -> dict[str, dict[str, Entry]]:
-        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
-        ring, below = self.nodes().ring, self.name_of(prefix)
-        found = defaultdict[str, dict[str, Entry]](dict)
-        answers = self._all("listing", prefix, ring, lambda node: node.list(below))
-        for node, entries in zip(ring, answers, strict=True):
-            for entry in entries:
-                found[entry.key.removeprefix(f"{below}/")][node.name] = entry
-        return found
-
     def _all(
         self, doing: str, key: str, nodes: Sequence[Node], ask: Callable[[Node], T]
     ) -> Sequence[T]:
-        """What each of ``nodes`` answers. Raises the first error, once all have answered."""
+        """What each of ``nodes``, all of them, answers. Raises the first error, once all have answered."""
         answers = []
         with self._explained(doing, key):
             for answer in _gathered(nodes, ask):
                 if isinstance(answer, OSError):
                     raise answer
                 answers.append(answer)
+        now = time.monotonic()
+        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
         return answers
 
     def _in_order(self, key: str) -> Sequence[Node]:
