@@ -42,7 +42,7 @@ def copy_to_node(node: OtherNode, source: Path) -> None:
         while piece := file.read(_PIECE_BYTES):
             copy.write(piece)
         copy.complete()
-        copy.publish(time.time_ns(), if_absent=False)
+        copy.publish(if_absent=False)
 
 
 def copy_by_program(program: list[str], source: Path, target: Path) -> None:

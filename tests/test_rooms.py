@@ -45,7 +45,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_506,
+    "checkpoints": 2_507,
     "cli": 1_006,
     "commit": 1_520,
     "conversion": 2_053,
@@ -63,10 +63,10 @@ BUDGETS = {
     "process": 857,
     "ranks": 2_074,
     "saving": 2_008,
-    "sharing": 708,
+    "sharing": 690,
     "staging": 1_907,
     "storage": 3_455,
-    "tiers": 2_168,
+    "tiers": 2_140,
     "torchtitan": 471,
     "weights": 905,
     "wire": 644,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 50_936}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 50_944}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -19,7 +19,7 @@ from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, St
 from dcp_datastates.io.committed import Committed, sizes, wrong_size
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import thread_count
-from dcp_datastates.storage.object_path import AnyPath, Location, locate_all
+from dcp_datastates.storage.object_path import AnyPath, Location, leave_copy, locate_all
 
 logger = logging.getLogger(__name__)
 
@@ -251,4 +251,5 @@ def _problems_by_file(
             problem = found if isinstance(found, StorageError) else "missing"
         if problem is not None:
             problems[file] = problem
-    return problems
+    others = [leave_copy(directory / file, problem) for file, problem in problems.items()]
+    return _problems_by_file(directory, committed, verify) if any(others) else problems

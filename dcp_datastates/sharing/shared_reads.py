@@ -21,7 +21,7 @@ import os
 import socket
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,8 +67,8 @@ _KEPT_SECONDS: Final = 15.0
 """How long a rank whose own load has ended keeps what the others have not taken: longer than they wait for an answer.
 """
 
-_MOST_LINES: Final = 32
-"""Connections to all other ranks together, if there are fewer ranks; else one to each."""
+_MOST_IDLE: Final = 32
+"""Connections to all other ranks together that are kept for later, if there are fewer ranks; else one to each."""
 
 _THREAD_NAME: Final = "dcp_datastates-sharing"
 
@@ -114,13 +114,7 @@ class OwnUnits:
 
     def read_ahead(self, unit: Unit) -> bool:
         """Read the unit, unless that was done before. False: there is no room now."""
-        with self._lock:
-            if unit in self._kept or unit not in self._left:
-                return True
-            new = self._new(unit)
-        if new is not None:
-            self._fill(unit, new)
-        return new is not None
+        return self._begun(unit) is not None or unit not in self._left
 
     @contextlib.contextmanager
     def taken(self, unit: Unit, begin: int, end: int) -> Iterator[memoryview | None]:
@@ -128,20 +122,14 @@ class OwnUnits:
         need be in the place of the oldest that nobody uses. None: it has gone, all of the room is in use, or there are
         no such bytes. Waits for a read that has begun.
         """
-        with self._lock:
-            kept, new = self._kept.get(unit), None
-            if kept is None and unit in self._left:
-                self._make_room(unit)
-                kept = new = self._new(unit)
-            if kept is not None:
-                kept.in_use += 1
+        kept = self._begun(unit, makes_room=True)
         if kept is None:
             yield None
             return
+        with self._lock:
+            kept.in_use += 1
         whole, part = None, None
         try:
-            if new is not None:
-                self._fill(unit, new)
             whole = kept.data.result()
             if whole is not None and 0 <= begin < end <= whole.nbytes:
                 part = whole[begin:end]
@@ -160,12 +148,19 @@ class OwnUnits:
             for unit in list(self._kept):
                 self._drop(unit)
 
-    def _new(self, unit: Unit) -> _Kept | None:
-        if unit.nbytes > self._room:
-            return None
-        self._room -= unit.nbytes
-        self._kept[unit] = new = _Kept()
-        return new
+    def _begun(self, unit: Unit, makes_room: bool = False) -> _Kept | None:
+        """What is kept of the unit, read here unless that was begun before. None: it has gone, or has no room."""
+        with self._lock:
+            if (kept := self._kept.get(unit)) is not None or unit not in self._left:
+                return kept
+            if makes_room:
+                self._make_room(unit)
+            if unit.nbytes > self._room:
+                return None
+            self._room -= unit.nbytes
+            self._kept[unit] = kept = _Kept()
+        self._fill(unit, kept)
+        return kept
 
     def _make_room(self, unit: Unit) -> None:
         for other, each in list(self._kept.items()):
@@ -190,20 +185,6 @@ class OwnUnits:
             self.are_gone.set()
 
 
-class _Peer(Client):
-    """Another rank. Up to ``lines`` threads ask it at the same time; others wait for their turn."""
-
-    def __init__(self, address: Address, lines: int) -> None:
-        super().__init__([address], most_idle=lines)
-        self.turns: Final = threading.BoundedSemaphore(lines)
-        self.is_left = False
-
-
-def _peers_at(addresses: Mapping[int, Address]) -> dict[int, _Peer]:
-    lines = max(1, _MOST_LINES // max(1, len(addresses)))
-    return {rank: _Peer(address, lines) for rank, address in addresses.items()}
-
-
 class SharedReads:
     """Reads data files for this rank's load, and for other ranks: :class:`dcp_datastates.io.restore.Sharing`.
 
@@ -222,7 +203,13 @@ class SharedReads:
         self._files: Final = {str(place / name): file for name, file in self._blocks.items()}
         self._in_order: Final = list(self._files.items())
         self._storage: Final = range_reader(place / name for name in self._blocks)
-        self._peers: Final = _peers_at(share.addresses)
+        most_idle = max(1, _MOST_IDLE // max(1, len(share.addresses)))
+        self._peers: Final = {
+            rank: Client([address], most_idle=most_idle)
+            for rank, address in share.addresses.items()
+        }
+        self._silent: set[int] = set()
+        """Other ranks that are asked no more."""
         self._own: Final = {unit.begin: unit for unit in share.units if unit.owner == share.rank}
         most = min(_MOST_KEPT_BYTES, largest_host_cache_bytes(len(self._peers) + 1) // 16)
         self._units: Final = OwnUnits(self._read_unit, self._own.values(), most)
@@ -267,17 +254,16 @@ class SharedReads:
         for peer in self._peers.values():
             peer.close()
         if not all_have_read:
-            later = threading.Thread(target=self._end_later, name=_THREAD_NAME, daemon=True)
+            later = threading.Thread(
+                target=self._end, args=[_KEPT_SECONDS], name=_THREAD_NAME, daemon=True
+            )
             with contextlib.suppress(RuntimeError):  # the system gives no thread
                 later.start()
                 return
-        self._end()
+        self._end(0.0)
 
-    def _end_later(self) -> None:
-        self._units.are_gone.wait(_KEPT_SECONDS)
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, seconds: float) -> None:
+        self._units.are_gone.wait(seconds)
         self._server.close()
         self._units.close()
 
@@ -308,12 +294,10 @@ class SharedReads:
 
     def _asked(self, unit: Unit, begin: int, end: int) -> Buffer | None:
         """The bytes [begin, end) of another rank's unit; None if it does not give them."""
-        peer = self._peers[unit.owner]
-        if not peer.turns.acquire(timeout=_ANSWER_SECONDS):
+        if unit.owner in self._silent:
             return None
+        peer = self._peers[unit.owner]
         try:
-            if peer.is_left:
-                return None
             words = ["unit", unit.begin, begin, end]
             _, data = peer.ask(words, most=end - begin, seconds=_ANSWER_SECONDS)
             if data.nbytes != end - begin:
@@ -322,8 +306,8 @@ class SharedReads:
         except RefusedError:  # it is not kept
             return None
         except OSError as error:
-            if not peer.is_left:
-                peer.is_left = True
+            if unit.owner not in self._silent:
+                self._silent.add(unit.owner)
                 logger.log(
                     # A rank that has ended its load long before this one takes no connections any more.
                     logging.INFO if isinstance(error, ConnectionError) else logging.WARNING,
@@ -331,8 +315,6 @@ class SharedReads:
                     *(unit.owner, *peer.addresses[0][:2], error),
                 )
             return None
-        finally:
-            peer.turns.release()
 
     def _read_unit(self, unit: Unit) -> Buffer:
         at = bisect_right(self._in_order, unit.begin, key=lambda each: each[1].first) - 1

@@ -12,7 +12,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -22,6 +23,7 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
+from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.storage.attempt import Attempt
@@ -52,6 +54,8 @@ _SETTLE_SECONDS: Final = 5.0
 """After which a small object that was copied is looked at again: it may have been deleted meanwhile."""
 
 _LOOK_SECONDS: Final = 0.05
+
+_NONE: Final = MappingProxyType[str, FileRecord]({})
 
 
 class Copies:
@@ -98,8 +102,13 @@ class Copies:
 
     def _mend(self) -> None:
         """Send what is due, and what is not done once more after a pause."""
-        due = [*self._due.items()]
-        done = [key for key, ends_at in due if self._is_done(key) or time.monotonic() > ends_at]
+        done = []
+        for key, ends_at in [*self._due.items()]:
+            is_done = time.monotonic() > ends_at
+            with self._tried(key):
+                is_done |= self._send(key)
+            if is_done:
+                done.append(key)
         self._pause = _FIRST_PAUSE if done else min(2 * self._pause, _LONGEST_PAUSE)
         with self._lock:
             for key in done:
@@ -115,12 +124,12 @@ class Copies:
         """
         while not self._job.has_met:
             self._wait(_LOOK_SECONDS)
-        store, copied = self.store, list[str]()
-        try:
+        copied = list[str]()
+        with self._tried(root):
             if not self._job.nodes().is_first:
                 return
-            place = ObjectPath(store.url, root)
-            names = [each[:-1] for each in store.places(root) if each.endswith("/")]
+            place = ObjectPath(self.store.url, root)
+            names = [each[:-1] for each in self.store.held_below(root) if each.endswith("/")]
             is_one = any(Attempt.parse(name) for name in names)
             for folder in [] if is_one else [place, place / INDEX_NAME]:
                 copied += self._spread(folder)
@@ -128,52 +137,40 @@ class Copies:
                 copied += self._spread(path)
                 with contextlib.suppress(CheckpointNotFoundError):
                     note = open_committed(path).note
-                    copied += self._spread(path / note.attempt.name)
-                    for record in note.files.values():
-                        key = (path / record.relative_path).key
-                        whole, lacking = store.copies_of(key, record.nbytes)
-                        if lacking and whole and whole[0] is self._job.own:
-                            self.add(key)
-        except (DataStatesError, OSError) as error:
-            self._say_failed(root, error)
+                    copied += self._spread(path / note.attempt.name, note.files)
         if copied:
             self._post(lambda: self._settle(copied))
 
     def _settle(self, copied: list[str]) -> None:
         """Delete what was copied while another process deleted it."""
         self._wait(_SETTLE_SECONDS)
-        try:
+        with self._tried(copied[0]):
             own, name_of = self._job.own, self.store.name_of
             self.store.delete(key for key in copied if own.find(name_of(key)) is None)
-        except OSError as error:
-            self._say_failed(copied[0], error)
 
-    def _spread(self, folder: ObjectPath) -> list[str]:
-        """Copy the small objects in ``folder`` to the nodes that lack them, if this node is the first that has them."""
-        job = self._job.nodes()
-        found = [
-            (folder / name).key
-            for name, held in self.store.places(folder.key).items()
-            if not (name.endswith("/") or is_data(name) or name == DELETING)
-            and len(held) < len(job.ring)
-            and held[0] == job.own.name
-        ]
-        for key in found:
-            hit("node.spread.before")
-            self.store.spread(key)
-        return found
-
-    def _is_done(self, key: str) -> bool:
-        """Send an object to the nodes that lack it; returns whether there is no more to do."""
-        try:
-            return self._send(key)
-        except CheckpointNotFoundError:  # it is not committed yet, or not any more
-            return False
-        except (DataStatesError, OSError) as error:
-            self._say_failed(key, error)
-            return False
+    def _spread(self, folder: ObjectPath, files: Mapping[str, FileRecord] = _NONE) -> list[str]:
+        """Copy the small objects in ``folder`` to the nodes that lack them, and note the data ``files`` that lack
+        copies, if this node is the first that has them. Returns the keys of what was copied.
+        """
+        job, copied = self._job.nodes(), []
+        for name, held in self.store.held_below(folder.key).items():
+            key = (folder / name).key
+            if (record := files.get(f"{folder.name}/{name}")) is not None:
+                whole, lacking = self.store.copies_of(key, record.nbytes, held)
+                if lacking and whole and whole[0] is job.own:
+                    self.add(key)
+            elif (
+                not (name.endswith("/") or is_data(name) or name == DELETING)
+                and len(held) < len(job.ring)
+                and next(iter(held)) == job.own.name
+            ):
+                hit("node.spread.before")
+                self.store.spread(key)
+                copied.append(key)
+        return copied
 
     def _send(self, key: str) -> bool:
+        """Send an object to the nodes that lack it; returns whether there is no more to do."""
         file = ObjectPath(self.store.url, key)
         directory = file.parent.parent
         committed = open_committed(directory)
@@ -182,13 +179,13 @@ class Copies:
         if record is None and key != decision_path(directory, attempt).key:
             return False
         nbytes = len(committed.data) if record is None else record.nbytes
-        whole, lacking = self.store.copies_of(key, nbytes)
+        whole, lacking = self.store.copies_of(key, nbytes, self.store.held(key))
         if not (whole and lacking):
             return True
         hit("node.copy.before")
         try:
             pieces = checked_pieces(directory, record, self._paced) if record else [committed.data]
-            self.store.copy(key, pieces, lacking)
+            self.store.put_on(lacking, key, pieces)
         except CheckpointCorruptError as error:
             if self.store.leave(key, str(error)):
                 return False
@@ -211,12 +208,18 @@ class Copies:
         if self._closing.wait(seconds):
             raise _Ending
 
-    def _say_failed(self, key: str, error: Exception) -> None:
-        if self._job.is_over():
-            raise _Ending
-        logger.warning(
-            "copies of %s cannot be made now: %s", ObjectPath(self.store.url, key), error
-        )
+    @contextlib.contextmanager
+    def _tried(self, key: str) -> Iterator[None]:
+        """What fails within is named in the log. What is not committed, or not any more, has not failed."""
+        try:
+            yield
+        except CheckpointNotFoundError:
+            pass
+        except (DataStatesError, OSError) as error:
+            if self._job.is_over():
+                raise _Ending from None
+            path = ObjectPath(self.store.url, key)
+            logger.warning("copies of %s cannot be made now: %s", path, error)
 
 
 class _Ending(Exception):

@@ -47,9 +47,9 @@ class OtherNode:
         found, _ = self._asked("find", key)
         return None if found is None else Entry(*found)
 
-    def read(self, key: str, begin: int, end: int) -> tuple[Entry, Buffer] | None:
-        found, data = self._asked("read", key, begin, end, most=min(end - begin, _MOST_BYTES))
-        return None if found is None else (Entry(*found), data)
+    def read(self, key: str, begin: int, end: int) -> Buffer | None:
+        is_there, data = self._asked("read", key, begin, end, most=min(end - begin, _MOST_BYTES))
+        return data if is_there else None
 
     def list(self, prefix: str) -> list[Entry]:
         return [Entry(*each) for each in self._asked("list", prefix)[0]]
@@ -104,10 +104,10 @@ class UnpublishedThere:
         self._line.end_within(self._seconds)
         self._await(0)
 
-    def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
+    def publish(self, if_absent: bool) -> bool:
         self._line.end_within(self._seconds)
         with self._node.named():
-            self._line.send(["publish", modified_ns, if_absent])
+            self._line.send(["publish", if_absent])
             published, _ = self._line.result()
         self._is_over = True
         self._node.client.give_back(self._line)
@@ -139,39 +139,41 @@ def serve(files: NodeFiles, host: str) -> Server:
 
 
 def _serve(files: NodeFiles, line: Line) -> None:
-    new: Unpublished | None = None
+    requests = line.requests(_PIECE_BYTES)
+    for words, _ in requests:
+        try:
+            line.answer(*_answer(files, line, requests, words))
+        except OSError as error:
+            line.refuse(error)
+
+
+def _answer(
+    files: NodeFiles, line: Line, requests: Iterator[tuple[Any, memoryview]], words: object
+) -> tuple[Any, Buffer]:
     named = files.check_named
-    with contextlib.ExitStack() as unpublished:
-        for words, data in line.requests(_PIECE_BYTES):
-            result: Any = None
-            found: Buffer = b""
-            try:
-                match words:
-                    case ["put", str(key)]:
-                        unpublished.close()
-                        made = files.unpublished(named(key))
-                        new = unpublished.enter_context(contextlib.closing(made))
-                    case "piece" if new is not None:
-                        new.write(data)
-                    case ["publish", int(modified_ns), bool(if_absent)] if new is not None:
-                        result = new.publish(modified_ns, if_absent=if_absent)
-                        unpublished.close()
-                        new = None
-                    case ["find", str(key)]:
-                        result = files.find(named(key))
-                    case ["read", str(key), int(begin), int(end)] if begin >= 0:
-                        result, found = files.read(named(key), begin, end) or (None, b"")
-                    case ["list", str(prefix)]:
-                        result = files.list(named(prefix))
-                    case ["delete", list(keys)] if all(isinstance(key, str) for key in keys):
-                        files.delete(map(named, keys))
-                    case ["left", str(key)]:
-                        result = files.left(named(key))
-                    case _:
-                        raise DamagedError
-            except OSError as error:
-                unpublished.close()
-                new = None
-                line.refuse(error)
-            else:
-                line.answer(result, found)
+    match words:
+        case ["find", str(key)]:
+            return files.find(named(key)), b""
+        case ["read", str(key), int(begin), int(end)] if begin >= 0:
+            data = files.read(named(key), begin, end)
+            return data is not None, data or b""
+        case ["list", str(prefix)]:
+            return files.list(named(prefix)), b""
+        case ["delete", list(keys)] if all(isinstance(key, str) for key in keys):
+            files.delete(map(named, keys))
+            return None, b""
+        case ["left", str(key)]:
+            return files.left(named(key)), b""
+        case ["put", str(key)]:
+            with contextlib.closing(files.unpublished(named(key))) as new:
+                line.answer(None)
+                for words, piece in requests:
+                    match words:
+                        case "piece":
+                            new.write(piece)
+                            line.answer(None)
+                        case ["publish", bool(if_absent)]:
+                            return new.publish(if_absent), b""
+                        case _:
+                            break
+    raise DamagedError

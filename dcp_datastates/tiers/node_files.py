@@ -42,10 +42,8 @@ class Entry(NamedTuple):
 
     key: str
     nbytes: int
-    modified_ns: int
-    """By the clock of the process that has stored it: the same on all nodes, so it tells one state of an object from
-    another.
-    """
+    modified_at: float
+    """In seconds since the epoch."""
 
 
 class NodeFiles:
@@ -123,13 +121,13 @@ class NodeFiles:
             return _entry(key, os.lstat(self._path(key)))
         return None
 
-    def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
-        """The object, and its bytes ``[begin, end)``; fewer if it ends before. None if there is none."""
+    def read(self, key: str, begin: int, end: int) -> bytes | None:
+        """The bytes ``[begin, end)`` of the object; fewer if it ends before. None if there is none."""
         missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
         with contextlib.suppress(*missing), closed_in_children(open(self._path(key), "rb")) as file:
             if (entry := _entry(key, os.fstat(file.fileno()))) is not None:
                 file.seek(begin)
-                return entry, file.read(max(0, min(end, entry.nbytes) - begin))
+                return file.read(max(0, min(end, entry.nbytes) - begin))
         return None
 
     def list(self, prefix: str) -> list[Entry]:
@@ -142,7 +140,7 @@ class NodeFiles:
                 continue
             objects = filterfalse(_is_unfinished, _files(self._path(key)))
             if not presence.is_link(self._path(key)) and any(objects):
-                found.append(Entry(f"{key}/", 0, 0))
+                found.append(Entry(f"{key}/", 0, 0.0))
         return found
 
     # ---- changing ----------------------------------------------------------------------------------
@@ -261,11 +259,8 @@ class Unpublished:
     def complete(self) -> None:
         """Returns when all pieces are in the file, as they are after each write."""
 
-    def publish(self, modified_ns: int, *, if_absent: bool) -> bool:
-        """Let the object appear under its key, with this time; ``if_absent``: unless one is there. Returns whether it
-        has.
-        """
-        os.utime(self._file.fileno(), ns=(modified_ns, modified_ns))
+    def publish(self, if_absent: bool) -> bool:
+        """Let the object appear under its key; ``if_absent``: unless one is there. Returns whether it has."""
         if self._files.sync:
             os.fsync(self._file.fileno())
         has_appeared = True
@@ -353,4 +348,4 @@ def _files(folder: str, of_checkpoints: bool = False) -> Iterator[str]:
 
 
 def _entry(key: str, found: os.stat_result) -> Entry | None:
-    return Entry(key, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+    return Entry(key, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
@@ -95,79 +94,68 @@ class NodeStore:
         # One piece is in flight: each node has it, or its socket has, before the next is taken.
         places = self.nodes().places(key)
         if not is_data(key):
-            self._put(key, pieces, places)
+            self.put_on(places, key, pieces)
             return
         self.saves.add(key)
         try:
-            self._put(key, pieces, places, least=1)
+            self.put_on(places, key, pieces, least=1)
         finally:
             self.saves.discard(key)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        with self._explained("creating", key):
-            if self.spread(key) is not None:
-                return False
-        return self._put(key, [data], self.nodes().ring, if_absent=True)
+        ring = self.nodes().ring
+        return not self.spread(key) and self.put_on(ring, key, [data], if_absent=True)
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = list(keys)
-        if names:
-            with self._explained("deleting", names[0]):
-                _all(self.nodes().ring, lambda node: node.delete(map(self.name_of, names)))
+        if them := [*keys]:
+            names = [self.name_of(key) for key in them]
+            self._all("deleting", them[0], self.nodes().ring, lambda node: node.delete(names))
 
     # ---- reading -----------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        _, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
-        return bytes(data)
+        return bytes(self.get_range(key, 0, _WHOLE))
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         end = max(begin, end)
-        while True:
-            entry, data = self._first(
-                "reading", key, lambda node, name: node.read(name, begin, end)
-            )
-            if entry.nbytes >= end or entry.nbytes >= self.size(key):
-                return data
-            if not self.leave(key, f"it is cut short, and has {entry.nbytes} bytes"):
-                return data
+        return self._first("reading", key, lambda node, name: node.read(name, begin, end))
 
     def size(self, key: str) -> int:
-        """Of copies that differ, the size of the longest: others were cut short."""
-        nearest = self._first("looking at", key, lambda node, name: node.find(name))
-        if not is_data(key):
-            return nearest.nbytes
-        return max([nearest.nbytes, *(entry.nbytes for _, entry in self._holders(key, {}))])
+        return self._first("looking at", key, lambda node, name: node.find(name)).nbytes
 
     def list(self, prefix: str) -> Listing:
-        """What any node has; of an object that differs, what was stored last; of a data file, the longest."""
+        """What any node has; of each object the copy that would be read."""
         beginning = f"{prefix}/" if prefix else ""
         folders, objects = [], []
-        for name, held in sorted(self._below(prefix).items()):
+        for name, held in sorted(self.held_below(prefix).items()):
             if name.endswith("/"):
                 folders.append(name[:-1])
                 continue
-            entry = max(held.values(), key=_precedence)
-            objects.append(StoredObject(beginning + name, entry.nbytes, entry.modified_ns / 1e9))
+            key = beginning + name
+            near = (each.name for each in self._in_order(key))
+            nbytes = held[next(filter(held.__contains__, near), next(iter(held)))].nbytes
+            modified_at = max(entry.modified_at for entry in held.values())
+            objects.append(StoredObject(key, nbytes, modified_at))
         return Listing(tuple(folders), tuple(objects))
 
     def left(self, key: str) -> int:
         """The bytes of data files that still have room at ``key``, if each node stores equally many."""
         nodes, name = self.nodes(), self.name_of(key)
-        with self._explained("looking for room", key):
-            least = min(_all(nodes.ring, lambda node: node.left(name)))
+        least = min(self._all("looking for room", key, nodes.ring, lambda node: node.left(name)))
         return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
 
     # ---- copies ------------------------------------------------------------------------------------
 
     def leave(self, key: str, why: str, node: str | None = None) -> bool:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        having = [each.name for each, _ in self._holders(key, {})]
-        damaged = node or next(iter(having), None)
+        name, order = self.name_of(key), self._in_order(key)
+        found = zip(order, _gathered(order, lambda each: each.find(name)), strict=True)
+        having = [each.name for each, entry in found if isinstance(entry, Entry)]
+        damaged = node or next(iter(having), "")
         other = next((each for each in having if each != damaged), None)
         if other is None or damaged not in having:
             return False
-        self._damaged.add((self.name_of(key), damaged))
+        self._damaged.add((name, damaged))
         logger.warning(
             "%s: the copy on node %s is damaged (%s); reading that on node %s, which is then copied there",
             *(url_of(self.url, key), damaged, why, other),
@@ -177,88 +165,92 @@ class NodeStore:
 
     def places(self, prefix: str) -> dict[str, Sequence[str]]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
-        return {name: [*held] for name, held in self._below(prefix).items()}
+        return {name: [*held] for name, held in self.held_below(prefix).items()}
 
     def elsewhere(self) -> dict[str, ObjectStore]:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
         others = self.nodes().others
         return {node.name: NodeStore(self.url, partial(Nodes, node, [node])) for node in others}
 
-    def copies_of(self, key: str, nbytes: int) -> tuple[Sequence[Node], Sequence[Node]]:
-        """The nodes that have an object of ``nbytes`` bytes whole, as far as is known; and those that it is to be sent
-        to: whose copy is damaged, and as many more as are missing. Raises :class:`StorageError`.
+    def held(self, key: str) -> dict[str, Entry]:
+        """The object as the nodes have it, by their names. Raises :class:`StorageError`."""
+        ring, name = self.nodes().ring, self.name_of(key)
+        found = self._all("looking at", key, ring, lambda node: node.find(name))
+        return {node.name: each for node, each in zip(ring, found, strict=True) if each is not None}
+
+    def held_below(self, prefix: str) -> dict[str, dict[str, Entry]]:
+        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
+        ring, below = self.nodes().ring, self.name_of(prefix)
+        found = defaultdict[str, dict[str, Entry]](dict)
+        answers = self._all("listing", prefix, ring, lambda node: node.list(below))
+        for node, entries in zip(ring, answers, strict=True):
+            for entry in entries:
+                found[entry.key.removeprefix(f"{below}/")][node.name] = entry
+        return found
+
+    def copies_of(
+        self, key: str, nbytes: int, held: Mapping[str, Entry]
+    ) -> tuple[Sequence[Node], Sequence[Node]]:
+        """Of an object of ``nbytes`` bytes, which the nodes have as ``held`` says: those that have it whole, as far as
+        is known; and those that it is to be sent to: whose copy is damaged, and as many more as are missing.
         """
         nodes, name = self.nodes(), self.name_of(key)
-        homes = nodes.homes(key)
-        with self._explained("looking at", key):
-            found = dict(zip(homes, _all(homes, lambda node: node.find(name)), strict=True))
-        now = time.monotonic()  # each has answered
-        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
         whole, damaged, without = [], [], []
-        for node, entry in found.items():
-            if entry is None:
+        for node in nodes.homes(key):
+            if (entry := held.get(node.name)) is None:
                 without.append(node)
             elif entry.nbytes != nbytes or (name, node.name) in self._damaged:
                 damaged.append(node)
             else:
                 whole.append(node)
-        wanted = 1 + nodes.peers if is_data(key) else len(homes)
+        wanted = 1 + nodes.peers if is_data(key) else len(nodes.ring)
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
 
-    def copy(self, key: str, pieces: Iterable[Buffer], places: Sequence[Node]) -> None:
-        """Store an object that there is on other nodes, too."""
-        self._put(key, pieces, places)
-
-    def spread(self, key: str) -> Entry | None:
-        """The object, which from now on lies on all nodes: one that was lost and comes back has nothing. None if there
-        is no such object. Raises OSError.
+    def spread(self, key: str) -> bool:
+        """Whether there is the object, which from now on lies on all nodes: one that was lost and comes back has
+        nothing. Raises :class:`StorageError`.
         """
-        ring, name = self.nodes().ring, self.name_of(key)
-        found = _all(ring, lambda node: node.find(name))
-        if not any(found) or all(found):
-            return next(filter(None, found), None)
-        try:
-            entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
-        except ObjectMissingError:  # it was deleted a moment ago
-            return None
-        lacking = [node for node, there in zip(ring, found, strict=True) if there is None]
-        self._put(key, [data], lacking, if_absent=True, modified_ns=entry.modified_ns)
-        return entry
+        held = self.held(key)
+        lacking = [node for node in self.nodes().ring if node.name not in held]
+        if held and lacking:
+            try:
+                self.put_on(lacking, key, [self.get(key)], if_absent=True)
+            except ObjectMissingError:  # it was deleted a moment ago
+                return False
+        return bool(held)
 
-    # ---- within ------------------------------------------------------------------------------------
-
-    def _put(
+    def put_on(
         self,
+        places: Sequence[Node],
         key: str,
         pieces: Iterable[Buffer],
-        places: Sequence[Node],
         *,
         if_absent: bool = False,
         least: int | None = None,
-        modified_ns: int | None = None,
     ) -> bool:
         """Store an object on ``places``; ``if_absent``: unless the first of them has one. The first ``least`` of them
-        must have it (None: all); a further one that fails is left out. ``modified_ns``: None is now.
+        must have it (None: all); a further one that fails is left out.
         """
-        modified_ns = modified_ns or time.time_ns()
         name, needed = self.name_of(key), places[:least]
         left = [each for each in places if each in needed or each.name not in self._failing]
         copies: dict[Node, Writing] = {}
 
         def each(do: Callable[[Node], object], threads: int = _THREADS) -> None:
             for node, answer in zip([*left], _gathered(left, do, threads), strict=True):
-                if isinstance(answer, OSError):
-                    if node in needed:
+                if not isinstance(answer, OSError):
+                    continue
+                if node in needed:
+                    with self._explained("storing", key):
                         raise answer
-                    self._failing[node.name] = time.monotonic() + _FAILING_SECONDS
-                    logger.warning(
-                        "%s: the copy on node %s has failed, and is made later: %s",
-                        *(url_of(self.url, key), node.name, answer.strerror or answer),
-                    )
-                    left.remove(node)
-                    if node in copies:
-                        copies[node].close()
+                self._failing[node.name] = time.monotonic() + _FAILING_SECONDS
+                logger.warning(
+                    "%s: the copy on node %s has failed, and is made later: %s",
+                    *(url_of(self.url, key), node.name, answer.strerror or answer),
+                )
+                left.remove(node)
+                if node in copies:
+                    copies[node].close()
 
         with contextlib.ExitStack() as stack:
 
@@ -266,77 +258,72 @@ class NodeStore:
                 made = node.unpublished(name, math.inf if node in needed else _COPY_SECONDS)
                 copies[node] = stack.enter_context(contextlib.closing(made))
 
-            with self._explained("storing", key):
-                each(begin)
-            for piece in pieces:  # its errors are the caller's own
-                with self._explained("storing", key):
-                    hit("node.piece.before")
-                    each(lambda node, piece=piece: copies[node].write(piece), 1)  # type: ignore[misc]
+            each(begin)
+            for piece in pieces:
+                hit("node.piece.before")
+                each(lambda node, piece=piece: copies[node].write(piece), 1)  # type: ignore[misc]
                 del piece  # while waiting for the next
-            with self._explained("storing", key):
-                each(lambda node: copies[node].complete())
-                hit("node.publish.before")
-                if if_absent:
-                    if not copies[left.pop(0)].publish(modified_ns, if_absent=True):
+            each(lambda node: copies[node].complete())
+            hit("node.publish.before")
+            if if_absent:
+                with self._explained("storing", key):
+                    if not copies[left[0]].publish(if_absent=True):
                         return False
-                    hit("node.publish.between")
-                each(lambda node: copies[node].publish(modified_ns, if_absent=if_absent))
-                hit("node.publish.after")
+                hit("node.publish.between")
+            others = left[if_absent:]
+            each(lambda node: node not in others or copies[node].publish(if_absent))
+            hit("node.publish.after")
         self._damaged.difference_update((name, node.name) for node in left)
-        if len(left) < len(places) - if_absent:
+        if len(left) < len(places):
             self.on_loss(key)
         return True
 
-    def _below(self, prefix: str) -> dict[str, dict[str, Entry]]:
-        """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
-        ring, below = self.nodes().ring, self.name_of(prefix)
-        found = defaultdict[str, dict[str, Entry]](dict)
-        with self._explained("listing", prefix):
-            for node, entries in zip(ring, _all(ring, lambda node: node.list(below)), strict=True):
-                for entry in entries:
-                    found[entry.key.removeprefix(f"{below}/")][node.name] = entry
-        return found
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _all(
+        self, doing: str, key: str, nodes: Sequence[Node], ask: Callable[[Node], T]
+    ) -> Sequence[T]:
+        """What each of ``nodes``, all of them, answers. Raises the first error, once all have answered."""
+        answers = []
+        with self._explained(doing, key):
+            for answer in _gathered(nodes, ask):
+                if isinstance(answer, OSError):
+                    raise answer
+                answers.append(answer)
+        now = time.monotonic()
+        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
+        return answers
+
+    def _in_order(self, key: str) -> Sequence[Node]:
+        """All nodes but those on which the object is known to be damaged: the own one, the one that it was last read
+        from, and the others, the likeliest to have it first.
+        """
+        nodes, name = self.nodes(), self.name_of(key)
+        order = dict.fromkeys([nodes.own, self._found.get(name, nodes.own), *nodes.homes(key)])
+        return [node for node in order if (name, node.name) not in self._damaged]
 
     def _first(self, doing: str, key: str, ask: Callable[[Node, str], T | None]) -> T:
-        """What the nearest node answers that has the object, and no copy that is known to be damaged."""
-        own, name = self.nodes().own, self.name_of(key)
-        near = dict.fromkeys([own, self._found.get(name, own)])
+        """What the first node answers that has the object, and no copy that is known to be damaged. Asks the two
+        likeliest one after the other, and then all others.
+        """
+        own, name, order = self.nodes().own, self.name_of(key), self._in_order(key)
         failures: dict[Node, OSError] = {}
-        undamaged = (node for node in near if (name, node.name) not in self._damaged)
-        further = (node for node, _ in self._holders(key, failures) if node not in near)
-        for node in itertools.chain(undamaged, further):  # asks all nodes only if need be
-            try:
-                answer = ask(node, name)
-            except OSError as error:
-                failures[node] = error
-                continue
-            if answer is not None:
-                if own in failures:  # it has the object, and cannot read it
-                    self.leave(key, str(failures[own]))
+        for group in order[:1], order[1:2], order[2:]:
+            answers = _gathered(group, lambda node: ask(node, name))
+            for node, answer in zip(group, answers, strict=True):
+                if isinstance(answer, OSError):
+                    failures[node] = answer
+                    continue
+                if answer is None:
+                    continue
+                if own in failures:  # which has the object, perhaps, and cannot read it
+                    self.leave(key, str(failures[own]), own.name)
                 if len(self._found) >= _REMEMBERED:
                     self._found.clear()
                 self._found[name] = node
                 return answer
         with self._explained(doing, key):
             raise next(iter(failures.values()), ObjectMissingError(url_of(self.url, key)))
-
-    def _in_order(self, name: str) -> Sequence[Node]:
-        """All nodes: the own one, the one that the object was last read from, and the others."""
-        nodes = self.nodes()
-        near = nodes.own, self._found.get(name)
-        return sorted([nodes.own, *nodes.others], key=lambda node: node not in near)
-
-    def _holders(self, key: str, failures: dict[Node, OSError]) -> Iterator[tuple[Node, Entry]]:
-        """The nodes that have the object, undamaged as far as is known, in order; those that do not answer go to
-        ``failures``.
-        """
-        name = self.name_of(key)
-        order = self._in_order(name)
-        for node, entry in zip(order, _gathered(order, lambda node: node.find(name)), strict=True):
-            if isinstance(entry, OSError):
-                failures.setdefault(node, entry)
-            elif entry is not None and (name, node.name) not in self._damaged:
-                yield node, entry
 
     def name_of(self, key: str) -> str:
         """The object's name on the nodes."""
@@ -353,11 +340,6 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
-
-
-def _precedence(entry: Entry) -> tuple[int, int]:
-    """Of copies that differ, the one with the greatest is what the store has."""
-    return entry.nbytes if is_data(entry.key) else 0, entry.modified_ns
 
 
 def is_data(key: str) -> bool:
@@ -380,13 +362,3 @@ def _gathered(
         return list(map(asked, each))
     with ThreadPoolExecutor(min(len(each), threads), "dcp_datastates-node") as executor:
         return list(executor.map(asked, each))
-
-
-def _all(each: Sequence[S], ask: Callable[[S], T]) -> list[T]:
-    """What ``ask`` returns of each. Raises the first error, once all have answered."""
-    answers: list[T] = []
-    for answer in _gathered(each, ask):
-        if isinstance(answer, OSError):
-            raise answer
-        answers.append(answer)
-    return answers

@@ -19,8 +19,7 @@ from dcp_datastates.sharing import shared_reads
 from dcp_datastates.sharing.assignment import Offer, Unit, assign, blocks_of, needed_blocks
 from dcp_datastates.sharing.shared_reads import OwnUnits, SharedReads, pays
 from dcp_datastates.storage.object_path import locate
-from dcp_datastates.wire.line import RefusedError, connect
-from dcp_datastates.wire.secret import Address
+from dcp_datastates.wire.line import Client, RefusedError, connect
 from dcp_datastates.wire.server import listen
 
 BLOCKS = 20
@@ -165,14 +164,6 @@ def test_the_end_needs_no_thread(job, monkeypatch):
         connect(job.addresses[1])
 
 
-@pytest.mark.parametrize("count", [1, 3, 200])
-def test_connections_are_bounded(count):
-    asked = shared_reads._peers_at({rank: Address("host", 1, bytes(16)) for rank in range(count)})
-    lines = [peer.turns._initial_value for peer in asked.values()]
-    assert min(lines) >= 1
-    assert sum(lines) <= max(32, count)
-
-
 def test_files_that_are_left_and_checksum_tables_are_read_from_storage(job):
     job.start(0)
     job.start(1)
@@ -227,7 +218,7 @@ def test_a_rank_with_another_secret_is_named_and_its_part_read_from_storage(job,
     job.start(0)
     job.start(1)
     stranger = job.addresses[1]._replace(token=bytes(16))
-    job.ranks[0]._peers.update(shared_reads._peers_at({1: stranger}))
+    job.ranks[0]._peers[1] = Client([stranger], most_idle=1)
     assert job.read(job.ranks[0]) == job.data
     (said,) = [each for each in caplog.records if each.levelname == "WARNING"]
     assert "rank 1 (127.0.0.1:" in said.getMessage()

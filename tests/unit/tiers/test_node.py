@@ -58,7 +58,7 @@ def line(tmp_path):
     [
         None,
         "piece",
-        ["publish", 1, True],
+        ["publish", True],
         *(["find", *rest] for rest in ([], [3], [["x"]])),
         *(["read", "x", begin, 9] for begin in ("0", -5)),
         ["list", None],
@@ -82,7 +82,7 @@ def test_after_a_piece_that_was_refused_an_object_cannot_be_published(line):
     with pytest.raises(RefusedError):
         asked(line, ["find"])
     with pytest.raises(RefusedError):
-        asked(line, ["publish", 1, False])
+        asked(line, ["publish", False])
 
 
 def test_of_the_whole_file_system_other_nodes_reach_what_the_process_has_named(
@@ -131,7 +131,7 @@ def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_pat
         )
     with contextlib.closing(NodeFiles("a", tmp_path, sync=sync).unpublished("run/x/file")) as new:
         new.write(b"data")
-        assert new.publish(1, if_absent=False)
+        assert new.publish(if_absent=False)
     assert order[:2] == (["fsync", "replace"] if sync else ["replace"])
     assert order[2:].count("fsync") == (len(order) - 2 if sync else 0)
     assert len(order[2:]) >= 3 * sync  # the folder of the file, and those around it

@@ -15,6 +15,7 @@ from support.waiting import await_that
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.tiers import node_store
+from dcp_datastates.tiers.node import OtherNode
 from dcp_datastates.wire import line
 
 DATA = "step-1/x/r00000-0.safetensors"
@@ -136,7 +137,8 @@ def test_a_slow_copy_holds_up_one_save_for_seconds_and_none_until_its_node_answe
     proxy.up = None
     put(store, NEXT)
     assert cluster.has(NEXT) == ["a"]
-    assert [node.name for node in store.copies_of(DATA, 3 * len(PIECE))[1]] == ["b"]
+    lacking = store.copies_of(DATA, 3 * len(PIECE), store.held(DATA))[1]
+    assert [node.name for node in lacking] == ["b"]
     put(store, NEXT)
     assert cluster.has(NEXT) == ["a", "b"]
 
@@ -213,6 +215,21 @@ def test_a_server_serves_only_what_lies_below_its_directory(cluster, key):
     for ask in (node.find, node.list, lambda key: node.delete([key]), node.unpublished):
         with pytest.raises(OSError, match="is no key"):
             ask(key)
+
+
+def test_what_lacks_copies_is_found_by_one_question_to_each_node(cluster, monkeypatch):
+    store, asked = cluster.store("a"), []
+    for number in range(5):
+        put(store, f"step-1/x/r0000{number}-0.safetensors", 1)
+    shutil.rmtree(cluster.folders["b"] / "run")
+    ask = OtherNode._asked
+    monkeypatch.setattr(OtherNode, "_asked", lambda *args: asked.append(args) or ask(*args))
+    nbytes = len(PIECE)
+    for name, held in store.held_below("step-1/x").items():
+        whole, lacking = store.copies_of(f"step-1/x/{name}", nbytes, held)
+        assert [node.name for node in whole] == ["a"]
+        assert len(lacking) == 1
+    assert len(asked) == 2
 
 
 def test_a_full_node_fails_the_put_with_enospc(tmp_path):
