@@ -48,7 +48,7 @@ BUDGETS = {
     "checkpoints": 2_538,
     "cli": 1_005,
     "commit": 1_533,
-    "conversion": 2_056,
+    "conversion": 2_057,
     "dcp": 1_948,
     "deepspeed": 730,
     "format": 2_952,
@@ -56,7 +56,7 @@ BUDGETS = {
     "io": 2_424,
     "lightning": 722,
     "loading": 1_699,
-    "manager": 4_440,
+    "manager": 4_442,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_773,
@@ -68,13 +68,13 @@ BUDGETS = {
     "storage": 3_474,
     "tiers": 2_168,
     "torchtitan": 466,
-    "weights": 906,
+    "weights": 921,
     "wire": 644,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_418}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_461}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
