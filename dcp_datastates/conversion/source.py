@@ -183,7 +183,7 @@ def select(
             f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
         )
     stored_names.check_rename(rename)
-    target_dtype = _dtype(dtype)
+    target_dtype = parse_dtype(dtype)
     root = None if part is None else NamePatterns("part", part)
     wanted = root if only is None else NamePatterns("only", only)
     unwanted = NamePatterns("exclude", exclude)
@@ -230,7 +230,8 @@ def optimizers_in(source: Source) -> list[str]:
     return list(dict.fromkeys(each[1] for each in found))
 
 
-def _dtype(dtype: Any) -> torch.dtype | None:
+def parse_dtype(dtype: Any) -> torch.dtype | None:
+    """The floating-point dtype of this name. Raises :class:`ConfigurationError` for another."""
     if dtype is None:
         return None
     found = dtype

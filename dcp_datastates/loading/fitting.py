@@ -8,12 +8,14 @@ import difflib
 import io
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
@@ -26,6 +28,7 @@ from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.job_log import once_per_job
+from dcp_datastates.staging.ownership import by_storage
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +105,15 @@ class Fitting:
         tensors, tensor_olds, targets = (
             list(compress(each, are_tensors)) for each in (wanted, olds, wanted.values())
         )
+        for row in self._overlapping(tensors, targets) if self._replaced else ():
+            name = tensors[row]
+            self._values[name] = targets[row] = torch.empty_like(targets[row])
+            self._puts[name] = paths[name]
         shapes = stored.shapes_if_same(tensor_olds, targets)
         for row, reason in self._unfit(tensor_olds, targets) if shapes is None else ():
-            name = tensors[row]
-            if not self._may_replace(name):
+            name, target = tensors[row], targets[row]
+            is_shard = isinstance(target, torch.Tensor) and type(target) not in PLAIN_TYPES
+            if is_shard or not is_under(name, self._replaced):
                 unfit[name] = reason
                 continue
             self._values[name] = targets[row] = stored.new(names[name])
@@ -241,11 +249,16 @@ class Fitting:
                     found[prefix] = f"saved as a dict or a list, here a {kind}"
         return found
 
-    def _may_replace(self, name: str) -> bool:
-        """Whether a new tensor may come to be in the place of this value: it is no shard."""
-        value = self._values[name]
-        is_shard = isinstance(value, torch.Tensor) and type(value) not in PLAIN_TYPES
-        return is_under(name, self._replaced) and not is_shard
+    def _overlapping(self, names: list[str], tensors: list[Any]) -> list[int]:
+        """The rows of those in an object that have memory in common with others of the state: one that begins with the
+        tensors of a model may have been saved with its own.
+        """
+        plain = [t for t in self._values.values() if type(t) in (*PLAIN_TYPES, DTensor)]
+        storages, owners = by_storage(plain)
+        times = Counter(storages)
+        found = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
+        pairs = enumerate(zip(names, tensors, strict=True))
+        return [row for row, (n, t) in pairs if id(t) in found and is_under(n, self._replaced)]
 
     def _opened(self) -> frozenset[str]:
         """The names of wrapper subclasses in the state, of which the checkpoint has the parts."""

@@ -171,8 +171,8 @@ class Comparison:
             return "The random generators were not restored: add RngState() to the state"
         if self.result.steps:
             return (
-                "The restore was exact. Memory may have changed (a flipped bit), or the program did something else at "
-                "this step: other data, another draw, a kernel that is not deterministic"
+                "The restore was exact. Then the program did something else: another learning rate (is the scheduler "
+                "in the state?), other data, another draw, a kernel that is not deterministic. Or memory has changed"
             )
         if "generators" in what:
             return "Something draws from the generators after the restore: a loader that begins anew, an evaluation"

@@ -13,7 +13,7 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.commit.group import commit_group
 from dcp_datastates.config import check_count, parse_rate
 from dcp_datastates.dcp.async_save import SaveHandle
-from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.step_directories import StepDirectories
@@ -72,6 +72,8 @@ class Keeping:
             tiers = range(1, len(steps.roots))
             self._then = [partial(steps.delete_old, each, rule, self._own[each]) for each in tiers]
         self._rank_set = rank_set
+        if publish is not None and not hasattr(publish, "publisher"):
+            raise ConfigurationError(f"publish={publish!r} must be Weights(root)")
         self._publisher = (
             None if publish is None else publish.publisher(rank_set, self._request_deletions)
         )

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import state_dict as unwrapped
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dcp_datastates.config import check_count, parse_flag
+from dcp_datastates.config import check_count, parse_duration, parse_flag
 from dcp_datastates.conversion.source import as_bytes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -70,15 +72,18 @@ class WeightsVersion:
         All is verified and compared before anything changes. A tensor of another dtype is converted.
 
         Args:
-            target: The model, or its ``state_dict()``.
+            target: The model, compiled and wrapped or not (with FSDP1, all ranks call this), or tensors by name.
             strict: Whether the names must be those of the version. False: only those are filled that are in both.
 
         Raises:
             IncompatibleStateError: a name is missing, or a shape differs.
+            ConfigurationError: a tensor is on the meta device.
             CheckpointCorruptError, CheckpointNotFoundError, StorageError: as :meth:`read`.
         """
         parse_flag("strict", strict)
-        state = target.state_dict() if isinstance(target, torch.nn.Module) else dict(target)
+        model = target if isinstance(target, torch.nn.Module) else None
+        given: Any = target if model is None else unwrapped.get_model_state_dict(model)
+        state = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
         tensors = self.read()
         both = [name for name in state if name in tensors]
         if strict and (alone := state.keys() ^ tensors.keys()):
@@ -86,19 +91,26 @@ class WeightsVersion:
                 f"{self.path}: {some_of(sorted(alone))} are in the version or in the target, and not in the other; "
                 f"strict=False fills what is in both"
             )
+        shards = {name: shards_of([name], [state[name]]) for name in both}
         for name in both:
+            if any(memory.is_meta for memory in shards[name].memories):
+                raise ConfigurationError(
+                    f"{name!r} is on the meta device; give the model memory first, by model.to_empty(device=…)"
+                )
             if state[name].shape != tensors[name].shape:
                 raise IncompatibleStateError(
                     f"{self.path}: {name!r} has the shape {tuple(tensors[name].shape)}, and the target "
                     f"{tuple(state[name].shape)}"
                 )
         with torch.no_grad():
-            for name in both:
-                shards = shards_of([name], [state[name]])
-                columns = shards.places(np.arange(len(shards.memories)), state[name].dim())
+            for name, held in shards.items():
+                columns = held.places(np.arange(len(held.memories)), state[name].dim())
                 places = zip(*columns, strict=True)
-                for memory, (begins, sizes) in zip(shards.memories, places, strict=True):
+                for memory, (begins, sizes) in zip(held.memories, places, strict=True):
                     memory.copy_(cut(tensors[name], begins.tolist(), sizes.tolist()))
+        if model is not None and FullyShardedDataParallel.fsdp_modules(model):  # its state: copies
+            options = unwrapped.StateDictOptions(strict=False)
+            unwrapped.set_model_state_dict(model, given, options=options)
 
 
 class _Reader:
@@ -155,8 +167,8 @@ def follow(
     *,
     after: int = 0,
     newest: bool = False,
-    poll: float = 1.0,
-    timeout: float | None = None,
+    poll: float | str = 1.0,
+    timeout: float | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[WeightsVersion]:
     """Yield each version of the weights below ``root`` once, in order, as soon as it is published.
@@ -171,8 +183,8 @@ def follow(
         root: The directory, or URL, that :class:`~dcp_datastates.Weights` names. It need not exist yet.
         after: Only versions with higher numbers: that of the last one that was used before a restart.
         newest: Whether versions that are older than the newest are left out, if there are several.
-        poll: Seconds between two looks. A look lists ``root``.
-        timeout: End after so many seconds without a new version; None: never.
+        poll: Seconds between two looks, or such as "10s". A look lists ``root``.
+        timeout: End after so long without a new version; None: never.
         storage_options: fsspec's, if ``root`` is a URL.
 
     Raises:
@@ -183,11 +195,13 @@ def follow(
     if after:
         check_count("after", after)
     parse_flag("newest", newest)
-    if not poll > 0:
-        raise ConfigurationError(f"poll={poll!r} must be a number of seconds above 0")
+    seconds = parse_duration(poll, name="poll")
+    ends = 0.0 if timeout == 0 else None
+    if timeout:
+        ends = parse_duration(timeout, name="timeout")
     place = locate(root, options=storage_options)
     check_opens(place)
-    return _follow(place, after, newest, poll, timeout)
+    return _follow(place, after, newest, seconds, ends)
 
 
 def _follow(

@@ -30,7 +30,7 @@ from dcp_datastates.commit.joint_work import JointWork
 from dcp_datastates.config import check_count
 from dcp_datastates.conversion.dcp_checkpoints import DataStatesSource
 from dcp_datastates.conversion.hugging_face import companions_of
-from dcp_datastates.conversion.source import Source, select
+from dcp_datastates.conversion.source import Source, parse_dtype, select
 from dcp_datastates.errors import (
     CheckpointReplacedError,
     CommitOutcomeUnknown,
@@ -114,6 +114,7 @@ class Weights:
         if self.keep is not None:
             check_count("keep", self.keep)
         check_rename(self.names)
+        parse_dtype(self.dtype)
         if self.config_from is not None and not is_directory(locate(self.config_from)):
             raise ConfigurationError(f"config_from={str(self.config_from)!r} is no directory")
 

@@ -17,6 +17,8 @@ from support.state.loops import manager
 from support.state.meshes import Block, fsdp_tp, full, train
 from support.tiers import tries
 from support.waiting import await_that, lines
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dcp_datastates import Weights, follow
 from dcp_datastates.weights import version
@@ -60,6 +62,34 @@ def test_versions_of_a_sharded_model_are_whole_tensors(shape, shared_dir):
         assert all(torch.equal(found[name], tensor) for name, tensor in dense.items())
         assert 2 <= len(list(each.path.glob("*.safetensors"))) <= 4
     run_on_ranks(2, _follows, path=shared_dir, shape=(2, 1))
+
+
+class _Extra(Block):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def _fills_wrapped(path):
+    (newest,) = follow(path / "w", newest=True, timeout=0)
+    plain, inputs = Block(hidden=256), torch.ones(4, 130)
+    plain.load_state_dict(torch.load(path / f"dense-{newest.step}.pt"))
+    for wrap in (
+        DistributedDataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    ):
+        model = wrap(_Extra(seed=1, hidden=256))
+        model(inputs)
+        newest.load_into(model)
+        assert torch.equal(model(inputs), plain(inputs))
+
+
+def test_a_version_fills_a_wrapped_model(shared_dir):
+    run_on_ranks(1, _publishes, path=shared_dir, shape=(1, 1), steps=range(1))
+    run_on_ranks(2, _fills_wrapped, path=shared_dir)
 
 
 def test_a_job_goes_on_at_other_sizes(shared_dir):

@@ -21,6 +21,7 @@ DEFECTS = {
     "no optimizer": "The optimizer's state was not restored",
     "moments dropped": "The optimizer's state was not restored",
     "a loader that loses its place": "the loader's state does not have all of its place",
+    "no scheduler": "another learning rate (is the scheduler in the state?)",
     "a bit": "The restore was exact",
 }
 """What is wrong with the program, or with its resume; and what the audit says about it."""
@@ -57,8 +58,8 @@ class Job(Loop):
         self.state["scheduler"] = self.scheduler
         self.data = Data(forgets=defect == "a loader that loses its place")
         self.state["loader"] = PerRank(self.data)
-        left_out = {"no loader": "loader", "no generator": "rng", "no optimizer": "optimizer"}
-        self.state.pop(left_out.get(defect, ""), None)
+        left_out = {"generator": "rng"}.get(part := defect.removeprefix("no "), part)
+        self.state.pop(left_out, None)
         if defect == "a copy":  # an optimizer in the state would bring its parameters along
             self.state["model"] = copy.deepcopy(self.model)
             del self.state["optimizer"]

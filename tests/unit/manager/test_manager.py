@@ -212,6 +212,7 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
         {"on_signal": ("TERM",)},
         {"on_signal": (signal.SIGKILL,)},
         {"host_cache_size": 1},
+        {"publish": "weights"},
         {"color": "red"},
     ],
     ids=str,

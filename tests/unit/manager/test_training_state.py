@@ -237,6 +237,24 @@ def test_an_object_receives_exactly_what_it_gave(mark, state, tmp_path):
     assert repr(restored.state) == repr(state)
 
 
+@pytest.mark.parametrize("names", [["model", "average"], ["average", "model"]], ids=str)
+def test_an_object_that_begins_with_the_tensors_of_a_model_receives_its_own(names, tmp_path):
+    def made(trained):
+        model = torch.nn.Linear(3, 3)
+        weight = model.weight.detach()  # of a new program, the model's own
+        parts = {"model": model, "average": Stateful({"w": weight + 1 if trained else weight})}
+        return model, parts["average"], {name: parts[name] for name in names}
+
+    model, average, state = made(trained=True)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        for left_out in ((), "model"):
+            again, same, fresh = made(trained=False)
+            checkpoints.restore(0, fresh, exclude=left_out)
+            assert torch.equal(again.weight, model.weight) == (not left_out)
+            assert torch.equal(same.state["w"], average.state["w"])
+
+
 @marks
 @pytest.mark.parametrize("state", [{1: re.IGNORECASE}, {"a": re.IGNORECASE, "b": {}}], ids=str)
 def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(

@@ -64,6 +64,12 @@ def test_a_version_fills_a_model_in_place(published):
     assert abs(newest.published_at - time.time()) < 600
 
 
+def test_a_model_without_memory_is_refused(published):
+    model = _zeros(published[1]).to("meta")
+    with pytest.raises(ConfigurationError, match="meta device"):
+        next(follow(published[0], newest=True)).load_into(model)
+
+
 def test_tensors_of_another_dtype_are_converted(published):
     root, model = published
     target = {name: each.double() * 0 for name, each in model.state_dict().items()}
@@ -179,7 +185,12 @@ def test_other_names_beside_the_versions_are_no_versions_and_the_highest_number_
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"after": -1}, "after"), ({"poll": 0}, "poll"), ({"newest": 1}, "newest")],
+    [
+        ({"after": -1}, "after"),
+        ({"poll": 0}, "poll"),
+        ({"timeout": "x"}, "timeout"),
+        ({"newest": 1}, "newest"),
+    ],
 )
 def test_an_argument_that_cannot_work_is_refused_at_the_call(options, said, tmp_path):
     with pytest.raises(ConfigurationError, match=said):

@@ -232,6 +232,7 @@ def test_a_killed_job_leaves_whole_versions_and_the_next_one_goes_on(place, seen
         ({"keep": 0}, "keep"),
         ({"config_from": "/nowhere"}, "config_from"),
         ({"names": 7}, "rename"),
+        ({"dtype": "int8"}, "dtype"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(options, said, tmp_path):
