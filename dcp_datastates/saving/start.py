@@ -21,7 +21,11 @@ from typing import Any, Final
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup, commit_group
 from dcp_datastates.config import Reads, WhenBehind, WriterConfig
-from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
+from dcp_datastates.errors import (
+    CheckpointSkipped,
+    CheckpointSupersededError,
+    ConfigurationError,
+)
 from dcp_datastates.io.devices import accelerator
 from dcp_datastates.io.engine import engine
 from dcp_datastates.process.ending import Phase, at_end, at_exit
@@ -35,7 +39,8 @@ from dcp_datastates.saving.outcome import SaveOrigin
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
-from dcp_datastates.storage import claims, local, operations
+from dcp_datastates.storage import attempts, claims, local, operations
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import (
@@ -95,7 +100,11 @@ def check_path(save: SaveOperation) -> None:
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:
-    """The directories to sync for files in ``folder``. Raises :class:`ConfigurationError` if this rank has it not."""
+    """The directories to sync for files in the ``folder`` of an attempt.
+
+    Raises :class:`ConfigurationError` if this rank has it not, :class:`CheckpointSupersededError` if another job has
+    removed it.
+    """
     # Create it again, which must fail because it exists. Creating asks the server of a network file system; a lookup
     # may use a cached "missing" for half a minute.
     made = local.make_directories(folder, "share")
@@ -104,6 +113,13 @@ def directories_to_sync(folder: Path, rank: int) -> list[str]:
     for path in made:
         with contextlib.suppress(OSError):
             operations.remove_directory(path, "share")
+    mine = Attempt.parse(folder.name)
+    beside = attempts.present(folder.parent) if made == [folder] else []
+    if mine is not None and beside and beside[-1] > mine:
+        raise CheckpointSupersededError(
+            f"the folder of attempt {mine.name} at {str(folder.parent)!r} is gone: another job saves to the same path, "
+            f"as attempt {beside[-1].name}"
+        )
     raise ConfigurationError(
         f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
         f"the checkpoint's path must be one directory for all ranks, on a shared file system"

@@ -14,11 +14,16 @@ from support.state.loops import owned
 
 import dcp_datastates
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.errors import (
+    CheckpointSupersededError,
+    ConfigurationError,
+    StorageError,
+)
 from dcp_datastates.process.futures import SharedFuture
 from dcp_datastates.saving import start
 from dcp_datastates.saving.start import Saves, directories_to_sync, writable
 from dcp_datastates.staging import deferred_reads, step_gate
+from dcp_datastates.storage.attempt import Attempt
 
 
 def _interrupt(*_):
@@ -96,6 +101,17 @@ def test_a_folder_that_this_rank_does_not_see_is_refused_and_nothing_is_left_of_
     with pytest.raises(ConfigurationError, match=r"rank 3 on .* does not see .*attempt"):
         directories_to_sync(folder, rank=3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_job_has_removed_is_no_folder_that_is_not_shared(tmp_path):
+    mine, newer = Attempt(1, 1), Attempt(1, 2)
+    (tmp_path / newer.name).mkdir()
+    with pytest.raises(CheckpointSupersededError, match="another job saves to the same path"):
+        directories_to_sync(tmp_path / mine.name, rank=1)
+    assert [each.name for each in tmp_path.iterdir()] == [newer.name]
+    # An older one says nothing: every save of one job has that beside it.
+    with pytest.raises(ConfigurationError, match="does not see"):
+        directories_to_sync(tmp_path / Attempt(1, 3).name, rank=1)
 
 
 class _Save:
