@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from typing import Final, NoReturn
 
 from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.joint_steps import Answer, alone
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -41,10 +42,9 @@ from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,
     GATE_SECONDS_AFTER_A_MISS,
-    Answer,
     NotAgreed,
     PeerWatch,
-    SaveName,
+    Proposal,
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
@@ -123,8 +123,11 @@ class RankContext:
                 agree(functools.partial(self._meet, watch, name), fail, fail)
             except NotAgreed:
                 pass  # expected: this is how the ranks learn of it
-            except Exception as failed:
-                logger.warning("the other ranks could not be told that a call failed: %s", failed)
+            except BaseException as failed:
+                if failed is not error:  # an interrupt is raised again
+                    logger.warning(
+                        "the other ranks could not be told that a call failed: %s", failed
+                    )
 
         self._worker.post(run)
 
@@ -157,7 +160,9 @@ class RankContext:
         try:
             meet = self._meet if save.own else self._meet_in_dcp
             agreed, assignment, failure = agree(
-                functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
+                functools.partial(meet, watch, save.directory().name),
+                propose,
+                save.draw_ticket,
             )
             save.agree(assignment.ticket)
         except NotAgreed as refused:
@@ -222,7 +227,7 @@ class RankContext:
     def _meet(self, watch: PeerWatch, name: str, message: bytes, answer: Answer) -> Met:
         """Meet the other ranks for the next entry, or the one after those that they have given up for other saves."""
         if self._meetings is None:
-            return Met(answer([message])[0])
+            return alone(message, answer)
         while True:
             self._entries += 1
             try:
@@ -249,7 +254,7 @@ class RankContext:
         the others give the meeting up: it is another save's, and this rank's is the next.
         """
         if self.group.detector is None:
-            return Met(answer([message])[0])
+            return alone(message, answer)
         if self._dcp_thread is threading.current_thread():
             raise SaveFailedError(
                 "a signal handler cannot call dcp.save() or dcp.async_save() while it interrupts a save that the ranks "
@@ -314,9 +319,7 @@ class RankContext:
 
 
 # No closure: the traceback of an error would keep what it has.
-def _propose(
-    save: SaveOperation, planning: SavePlanning | None
-) -> tuple[SaveName, SavePlanning, bytes]:
+def _propose(save: SaveOperation, planning: SavePlanning | None) -> tuple[SavePlanning, Proposal]:
     if save.error is not None:
         raise save.error  # also if this rank leaves the save out
     assert planning is not None
@@ -328,8 +331,7 @@ def _propose(
             "of the two out"
         )
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    name = SaveName(save.directory().name, planning.kind, save.unused_writers)
-    return name, planning, plan
+    return planning, Proposal(save.directory().name, planning.kind, save.unused_writers, plan)
 
 
 def _last_part(path: object) -> str:

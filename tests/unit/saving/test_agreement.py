@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.ranks.meetings import Met
-from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
+from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, agree
 from dcp_datastates.saving.operation import LEFT_OUT, Ticket
 from dcp_datastates.storage.attempt import Attempt
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NUMBERS = st.integers(0, (1 << 63) - 1)
 MESSAGES = st.one_of(
-    st.builds(
-        Proposal, st.builds(SaveName, TEXT, TEXT), st.binary(), st.none() | st.tuples(TEXT, TEXT)
-    ),
+    st.builds(Proposal, TEXT, TEXT, NUMBERS, st.binary()),
     st.builds(
         Assignment,
         st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
@@ -62,7 +60,7 @@ def _refused(error):
 
 def _meaning(path="c", kind="k"):
     def propose():
-        return SaveName(path, kind), _Planning(), path.encode()
+        return _Planning(), Proposal(path, kind, plan=path.encode())
 
     return propose
 
@@ -107,7 +105,7 @@ def test_ranks_that_mean_different_saves_are_all_told_so(different, word, rank):
         told = found.told("'c'", 3)
         assert isinstance(told, SaveFailedError)
         assert word in str(told)
-        assert set(found.paths) == {each()[0].path for each in proposals}
+        assert set(found.paths) == {each()[1].path for each in proposals}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -134,7 +132,7 @@ def test_a_save_that_one_rank_leaves_out_is_skipped_by_all_and_the_coordinator_h
     rank,
 ):
     planning = _Planning()
-    proposals = [lambda: (SaveName("c", "k"), planning, b"c")] * 2
+    proposals = [lambda: (planning, Proposal("c", "k", plan=b"c"))] * 2
     proposals[rank] = _refused(CheckpointSkipped(LEFT_OUT))
     outcomes = _outcomes(*proposals)
     assert [type(each) for each in outcomes] == [CheckpointSkipped] * 2
