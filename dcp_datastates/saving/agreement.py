@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.joint_steps import Meet, together
+from dcp_datastates.commit.joint_steps import Meet, StepEnd, together
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
 from dcp_datastates.planning.packing import Message
@@ -61,62 +61,43 @@ class Assignment(Message):
         return Ticket(Attempt(incarnation, sequence), number)
 
 
-class NotAgreed(Exception):
-    """The ranks do not save: so they have decided. ``__cause__`` is this rank's own error, if it had one."""
-
-    def __init__(self, decision: Decision, paths: Sequence[str] = ()) -> None:
-        super().__init__(decision)
-        self.decision = decision
-        self.paths = paths
-
-    def told(self, where: str, world: int) -> BaseException:
-        """The error for the user, of the save to ``where``."""
-        return self.decision.error(where, world, self.__cause__)
-
-
 def agree(
     meet: Meet,
-    propose: Callable[[], tuple[SavePlanning, Proposal]],
+    planning: SavePlanning | None,
+    propose: Callable[[], Proposal],
     draw: Callable[[], Ticket],
-) -> tuple[SavePlanning, Assignment, BaseException | None]:
+) -> tuple[Assignment, StepEnd]:
     """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
 
-    Returns the planning, which has yet to take its part; the assignment; and an error with which this rank has to fail
-    the save, because it came too late to leave the meeting.
+    Returns the assignment, whose part the planning has yet to take, and how the step has ended: if it has failed, there
+    is no such save on any rank.
 
     Args:
         meet: meets the other ranks, as :meth:`~dcp_datastates.ranks.meetings.Meetings.meet`.
-        propose: returns the save's planning and this rank's message.
+        planning: the save's; None if ``propose`` raises.
+        propose: returns this rank's message.
         draw: draws the coordinator's ticket.
 
-    Raises :class:`NotAgreed`, on all ranks, if a rank cannot save; :class:`CheckpointSkipped`, on all, if one leaves it
-    out; an interrupt of this rank; and the errors of ``meet``.
+    Raises :class:`CheckpointSkipped`, on all ranks, if one leaves the save out; an interrupt of this rank; and the
+    errors of ``meet``.
     """
-    planning: SavePlanning | None = None
-
-    def work() -> bytes:
-        nonlocal planning
-        planning, proposal = propose()
-        return proposal.encode()
 
     def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
         assert planning is not None
         return [each.encode() for each in _assign(messages, planning, draw)]
 
-    end = together(meet, work, answer)
-    if end.failed is not None:
-        kinds = {each.kind for each in end.failed.reasons.values()}
-        if CheckpointSkipped.__name__ in kinds:
-            if planning is not None:
-                planning.left_out()
-            raise CheckpointSkipped(LEFT_OUT)
-        raise NotAgreed(end.failed) from end.own
-    assignment = Assignment.decode(end.answer)
-    if assignment.different:
-        different = Decision.failed(-1, SaveFailedError(assignment.different))
-        raise NotAgreed(different, assignment.paths)
-    assert planning is not None
-    return planning, assignment, end.late
+    end = together(meet, lambda: propose().encode(), answer)
+    if end.failed is None:
+        assignment = Assignment.decode(end.answer)
+        if assignment.different:
+            different = SaveFailedError(assignment.different)
+            end = StepEnd(failed=Decision.failed(-1, different))
+        return assignment, end
+    if CheckpointSkipped.__name__ in {each.kind for each in end.failed.reasons.values()}:
+        if planning is not None:
+            planning.left_out()
+        raise CheckpointSkipped(LEFT_OUT)
+    return Assignment(), end
 
 
 def _assign(
