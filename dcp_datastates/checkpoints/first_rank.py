@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import ConfigurationError, NoAnswerError, RankLostError
-from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.waiting import Wait
@@ -127,8 +126,7 @@ def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
         packed = json.dumps([compute(), None])
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
-            told = values.to_json(astuple(Reason.of(error, whole=True)))
-            store.set(number, json.dumps([None, told]))
+            store.set(number, json.dumps([None, astuple(Reason.of(error, whole=True))]))
         raise
     store.set(number, packed)
     value: T = json.loads(packed)[0]  # as the other ranks get it
@@ -139,7 +137,7 @@ def _told(found: bytes, first: int, purpose: str) -> Any:
     """The value in an answer; raises the error in it, or, for what is no answer, :class:`NoAnswerError`."""
     try:
         value, error = json.loads(found)
-        told = None if error is None else Reason(*values.from_json(error)).error(f"rank {first}")
+        told = None if error is None else Reason(*error).error(f"rank {first}")
     except Exception as unreadable:
         raise NoAnswerError(
             f"rank {first} did not tell {purpose}: what the job's store has in place of it is no answer "

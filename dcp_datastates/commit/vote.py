@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -84,12 +85,13 @@ class Outcome(Enum):
 class Reason:
     """Why one rank failed: the name of the error's type, and its message.
 
-    ``parts``: the error's arguments and attributes, if plain values make the error again, and they were asked for.
+    ``parts``: the error's arguments and attributes as JSON, if plain values make the error again, and they were asked
+    for.
     """
 
     kind: str
     message: str
-    parts: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    parts: Any = None
 
     @staticmethod
     def of(error: BaseException, whole: bool = False) -> Reason:
@@ -97,13 +99,13 @@ class Reason:
         message = str(error).encode(errors="backslashreplace").decode()[:_LONGEST]
         names = [kind.__name__ for kind in type(error).__mro__]
         public = next((name for name in names if hasattr(errors, name)), names[0])
-        brief = Reason(public, message)
-        with contextlib.suppress(Exception):
-            parts = (*error.__reduce__()[1:], {})[:2]
-            told = Reason(public, message, values.from_json(values.to_json(parts)))
-            if whole and isinstance(error, type(told.error(""))):
-                return told
-        return brief
+        if whole:
+            with contextlib.suppress(Exception):
+                parts = values.to_json((*error.__reduce__()[1:], {})[:2])
+                told = Reason(public, message, parts)
+                if isinstance(error, type(told.error(""))):
+                    return told
+        return Reason(public, message)
 
     def error(self, where: str) -> Exception:
         """The error: of its type, if it is one of this package, or of Python and its parts are known; else a
@@ -113,7 +115,7 @@ class Reason:
         least = DataStatesError if self.parts is None else Exception
         if not (isinstance(kind, type) and issubclass(kind, least)):
             return DataStatesError(f"{where}: {self.kind}: {self.message}")
-        arguments, state = self.parts or ((self.message,), {})
+        arguments, state = values.from_json(self.parts) or ((self.message,), {})
         error: Exception = kind(*arguments)
         vars(error).update(state)
         return error
@@ -137,13 +139,12 @@ class Decision:
         return Decision(Outcome.FAILED, {rank: Reason.of(error)})
 
     def encode(self) -> str:
-        reasons = [(rank, *vars(why).values()) for rank, why in self.reasons.items()]
-        told = self.outcome.value, reasons, self.given_up, self.more
-        return values.dump(values.to_json(told)).decode()
+        reasons = [(rank, why.kind, why.message, why.parts) for rank, why in self.reasons.items()]
+        return json.dumps([self.outcome.value, reasons, self.given_up, self.more])
 
     @staticmethod
     def decode(value: bytes) -> Decision:
-        outcome, reasons, given_up, more = values.from_json(values.load(value))
+        outcome, reasons, given_up, more = json.loads(value)
         found = {rank: Reason(*why) for rank, *why in reasons}
         return Decision(Outcome(outcome), found, given_up, more)
 

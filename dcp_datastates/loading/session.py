@@ -235,10 +235,12 @@ class LoadSession:
             return alone(message, answers)
         if step is not Step.OBJECTS:  # the phase goes on
             self._timeline.begin(f"wait_{step.name.lower()}")
-        number, look = self._first_number + step, self._watch(step, loads)
+        wait = RankWait(loads.detector, f"{self._verb} of {self._path}")
+        look = functools.partial(wait.look, functools.partial(self._look, step, loads))
+        number = self._first_number + step
         return loads.meetings.meet(number, message, answers, look, self._path.name)
 
-    def _say_half_loaded(self, lost: BaseException, step: Step, has_all: bool) -> None:
+    def _say_half_loaded(self, lost: BaseException | None, step: Step, has_all: bool) -> None:
         """Let ``lost`` say what this rank has of the state. It does not know what the others have."""
         if step is Step.READ and isinstance(lost, DataStatesError):
             mine = f"rank {self._rank} has{'' if has_all else ' not'} loaded all of the state"
@@ -248,31 +250,26 @@ class LoadSession:
         """The error of a step that has failed, which says what the ranks have of the state."""
         if end.failed is None:
             return None
-        if -1 in end.failed.reasons:
+        error: BaseException | None
+        failed = [self.rank_set.ranks[rank] for rank in sorted(end.failed.reasons) if rank >= 0]
+        if not failed and end.own is None:
             why = end.failed.reasons[-1].message
-            lost = end.own or RankLostError(f"{self._verb} of {self._path}: {why}")
-            self._say_half_loaded(lost, step, end.own is None)
-            return lost
-        failed = [self.rank_set.ranks[rank] for rank in sorted(end.failed.reasons)]
-        where = f"loading {self._path} failed on rank {failed[0]}"
-        error = end.error(where)
-        if isinstance(error, Exception) and not isinstance(error, DataStatesError):
-            error = DataStatesError(f"{where}: {type(error).__name__}: {error}")
-            error.__cause__ = end.own
-        if self._loads is not None and isinstance(error, DataStatesError):
+            error = RankLostError(f"{self._verb} of {self._path}: {why}")
+        else:
+            where = f"loading {self._path} failed on rank {failed[0] if failed else self._rank}"
+            error = end.error(where)
+            if isinstance(error, Exception) and not isinstance(error, DataStatesError):
+                error = DataStatesError(f"{where}: {type(error).__name__}: {error}")
+                error.__cause__ = end.own
+        if not failed:
+            self._say_half_loaded(error, step, end.own is None)
+        elif self._loads is not None and isinstance(error, DataStatesError):
             have = ranks_have(failed, end.failed.more)
             if step is Step.READ:
                 error.remark = f"{have} not loaded all of the state, and the other ranks have: the state is half loaded"
             elif step is Step.OBJECTS:
                 error.remark = f"{have} not read all objects; no rank's state was changed"
         return error
-
-    def _watch(self, step: Step, loads: _Loads) -> Callable[[], None]:
-        """What is called repeatedly while this rank waits in a step. It raises :class:`RankLostError` if another rank
-        is lost, or makes no progress for too long.
-        """
-        wait = RankWait(loads.detector, f"{self._verb} of {self._path}")
-        return functools.partial(wait.look, functools.partial(self._look, step, loads))
 
     def _look(self, step: Step, loads: _Loads, waited: float) -> str:
         """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress. Before
