@@ -47,7 +47,7 @@ BUDGETS = {
     "": 1_514,
     "checkpoints": 2_537,
     "cli": 1_005,
-    "commit": 1_598,
+    "commit": 1_586,
     "conversion": 2_056,
     "dcp": 1_948,
     "deepspeed": 730,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -32,45 +32,31 @@ _SHOWN: Final = 3
 _VOTE: Final = struct.Struct("<20sB")
 
 
-@dataclass(frozen=True)
-class RankVote:
-    """The vote of a rank whose bytes are durable, and which save it votes for.
+def encode_vote(
+    number: int,
+    attempt: Attempt | None,
+    directory: Location | None,
+    world: int,
+    report: bytes = b"",
+    trace: bytes = b"",
+) -> bytes:
+    """The vote of a rank whose bytes are durable, for the save that the first four name.
 
     ``report``: what the coordinator needs to know of this rank's files, in any encoding. ``trace``: what this rank's
     part has cost (``format/save_trace.py``); 255 bytes at most.
     """
-
-    number: int
-    attempt: Attempt | None
-    directory: Location | None
-    world: int
-    report: bytes = b""
-    trace: bytes = b""
-
-    def encode(self) -> bytes:
-        """A digest of the save, the trace, and the report."""
-        # Only the last part of the path: other machines may mount the directory elsewhere.
-        name = b"" if self.directory is None else os.fsencode(self.directory.name)
-        attempt = None if self.attempt is None else astuple(self.attempt)
-        save = repr((self.number, attempt, name, self.world))
-        digest = hashlib.sha1(save.encode()).digest()
-        return _VOTE.pack(digest, len(self.trace)) + self.trace + self.report
+    # Only the last part of the path: other machines may mount the directory elsewhere.
+    name = b"" if directory is None else os.fsencode(directory.name)
+    save = number, None if attempt is None else astuple(attempt), name, world
+    digest = hashlib.sha1(repr(save).encode()).digest()
+    return _VOTE.pack(digest, len(trace)) + trace + report
 
 
-class Votes:
-    """All ranks' votes, as the coordinator has them.
-
-    Attributes:
-        same: whether they are for the same save.
-        reports, traces: the ranks' own.
-    """
-
-    def __init__(self, votes: Sequence[bytes]) -> None:
-        heads = [_VOTE.unpack_from(vote) for vote in votes]
-        ends = [_VOTE.size + length for _, length in heads]
-        self.same: Final = len({digest for digest, _ in heads}) == 1
-        self.reports: Final = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
-        self.traces: Final = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
+def decode_vote(vote: bytes) -> tuple[bytes, bytes, bytes]:
+    """A digest of the save, the report, and the trace."""
+    digest, length = _VOTE.unpack_from(vote)
+    end = _VOTE.size + length
+    return digest, vote[end:], vote[_VOTE.size : end]
 
 
 class Outcome(Enum):

@@ -21,9 +21,9 @@ from dcp_datastates.commit.vote import (
     Decision,
     DecisionLog,
     Outcome,
-    RankVote,
     Reason,
-    Votes,
+    decode_vote,
+    encode_vote,
 )
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
@@ -132,7 +132,9 @@ class Ballot(protocol.Actions):
         self._apart: float | None = None  # since when this rank could not connect
         self._asked = False  # the store has said whether it has the decision
         self._found: Decision | None = None
-        self._votes: Votes | None = None  # coordinator: all ranks'
+        # Coordinator: all ranks'.
+        self._reports: Sequence[bytes] = ()
+        self._traces: Sequence[bytes] = ()
         self._counted_at = 0.0  # in seconds since the epoch
         self.why = ""
         """Why this rank ends the round without the coordinator; empty if it does not."""
@@ -182,7 +184,7 @@ class Ballot(protocol.Actions):
             if no is not None:
                 return no
             save = round_.number, round_.attempt, round_.path, self._world
-            return RankVote(*save, round_.report(), round_.trace()).encode()
+            return encode_vote(*save, round_.report(), round_.trace())
 
         hit("vote.before")
         self._voter.voted = round_.number
@@ -200,8 +202,9 @@ class Ballot(protocol.Actions):
         return Met(self._tree.broadcast(answer, check))
 
     def _count(self, messages: Sequence[bytes]) -> Sequence[bytes]:
-        self._votes, round_ = Votes(messages), self._round
-        if not self._votes.same:
+        digests, self._reports, self._traces = zip(*map(decode_vote, messages), strict=True)
+        if len(set(digests)) > 1:
+            round_ = self._round
             raise SaveFailedError(
                 f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
                 f"{str(round_.path)!r}"
@@ -215,10 +218,9 @@ class Ballot(protocol.Actions):
         assert directory is not None
         assert claim is not None
         assert round_.compose is not None
-        assert self._votes is not None
         try:
-            trace = save_trace.join(self._votes.traces, self._counted_at)
-            data = round_.compose(self._votes.reports, claim, trace)
+            trace = save_trace.join(self._traces, self._counted_at)
+            data = round_.compose(self._reports, claim, trace)
             publish = partial(Place(directory).publish, round_, data)
             bounded("publishing", directory, round_.timeout, publish)  # 8 to 10
         except Exception as error:

@@ -1,6 +1,5 @@
 """Steps that ranks do together: done on all, or one error on all; here over a store in memory."""
 
-import dataclasses
 import errno
 
 import pytest
@@ -8,7 +7,6 @@ from support.jobs.threads import Impatient, MemoryStore, rank_set
 from support.jobs.threads import together as on_ranks
 
 from dcp_datastates.commit.joint_steps import StepEnd, together
-from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     DataStatesError,
@@ -115,9 +113,3 @@ def test_a_rank_that_leaves_tells_the_others_why_but_their_own_error_comes_first
     assert isinstance(left, RankLostError)
     told = first.error("there")
     assert told is mine if mine else (type(told), str(told)) == (RankLostError, "rank 2 is late")
-
-
-def test_a_reason_that_is_not_whole_is_short():
-    error = CheckpointNotFoundError("x" * 5000)
-    assert dataclasses.replace(Reason.of(error, whole=True), parts=None) == Reason.of(error)
-    assert len(Reason.of(error).message) < 1000
