@@ -62,7 +62,7 @@ BUDGETS = {
     "planning": 2_773,
     "process": 857,
     "ranks": 2_078,
-    "saving": 1_947,
+    "saving": 1_953,
     "sharing": 708,
     "staging": 1_907,
     "storage": 3_474,

@@ -6,18 +6,20 @@ rank's share. While a rank waits for the others, a :class:`PeerWatch` looks whet
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.joint_steps import Meet, StepEnd, together
+from dcp_datastates.commit.joint_steps import Answer, Meet, StepEnd, together
 from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.failure_detector import RankWait, ranks_have
+from dcp_datastates.ranks.meetings import Meetings, Met
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation, Ticket
 from dcp_datastates.storage.attempt import Attempt
 
@@ -64,7 +66,7 @@ class Assignment(Message):
 def agree(
     meet: Meet,
     planning: SavePlanning | None,
-    propose: Callable[[], Proposal],
+    propose: Callable[[], bytes],
     draw: Callable[[], Ticket],
 ) -> tuple[Assignment, StepEnd]:
     """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
@@ -75,29 +77,35 @@ def agree(
     Args:
         meet: meets the other ranks, as :meth:`~dcp_datastates.ranks.meetings.Meetings.meet`.
         planning: the save's; None if ``propose`` raises.
-        propose: returns this rank's message.
+        propose: returns this rank's encoded :class:`Proposal`.
         draw: draws the coordinator's ticket.
 
     Raises :class:`CheckpointSkipped`, on all ranks, if one leaves the save out; an interrupt of this rank; and the
     errors of ``meet``.
     """
+    end = together(meet, propose, functools.partial(_answers, planning, draw))
+    try:
+        if end.failed is None:
+            assignment = Assignment.decode(end.answer)
+            if assignment.different:
+                different = SaveFailedError(assignment.different)
+                end = StepEnd(failed=Decision.failed(-1, different))
+            return assignment, end
+        if CheckpointSkipped.__name__ in {each.kind for each in end.failed.reasons.values()}:
+            if planning is not None:
+                planning.left_out()
+            raise CheckpointSkipped(LEFT_OUT)
+        return Assignment(), end
+    finally:
+        # The traceback of this rank's own error retains the frame of the step, and with it this one.
+        del meet, planning, propose, draw, end
 
-    def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
-        assert planning is not None
-        return [each.encode() for each in _assign(messages, planning, draw)]
 
-    end = together(meet, lambda: propose().encode(), answer)
-    if end.failed is None:
-        assignment = Assignment.decode(end.answer)
-        if assignment.different:
-            different = SaveFailedError(assignment.different)
-            end = StepEnd(failed=Decision.failed(-1, different))
-        return assignment, end
-    if CheckpointSkipped.__name__ in {each.kind for each in end.failed.reasons.values()}:
-        if planning is not None:
-            planning.left_out()
-        raise CheckpointSkipped(LEFT_OUT)
-    return Assignment(), end
+def _answers(
+    planning: SavePlanning | None, draw: Callable[[], Ticket], messages: Sequence[bytes]
+) -> Sequence[bytes]:
+    assert planning is not None
+    return [each.encode() for each in _assign(messages, planning, draw)]
 
 
 def _assign(
@@ -135,9 +143,6 @@ def _difference(saves: Sequence[Proposal]) -> str:
 
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save to which a rank has not come."""
@@ -192,23 +197,25 @@ class PeerWatch:
         """The save belongs to the ranks' next call."""
         self._number += 1
 
-    def told_of(self, answer: Callable[[T], R]) -> Callable[[T], R]:
-        """The first rank's ``answer``, which notes that all ranks have come."""
+    def meet(
+        self, meetings: Meetings, number: int, name: str, message: bytes, answer: Answer
+    ) -> Met:
+        """Meet them, as :meth:`Meetings.meet`. Raises :class:`RankLostError` if a rank is lost, and after ``timeout``
+        seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
+        """
+        assert self._wait is not None, "a rank alone waits for none"
+        wait = self._wait
 
-        def answering(messages: T) -> R:
+        def answering(messages: Sequence[bytes]) -> Sequence[bytes]:
             self._all_are_here = True
             self._group.planning = _ALL_ARE_HERE
             return answer(messages)
 
-        return answering
+        def look() -> None:
+            self._check_open()
+            wait.look(self._waits_for)
 
-    def look(self) -> None:
-        """Called repeatedly while waiting. Raises :class:`RankLostError` if a rank is lost, and after ``timeout``
-        seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
-        """
-        self._check_open()
-        assert self._wait is not None, "a rank alone waits for none"
-        self._wait.look(self._waits_for)
+        return meetings.meet(number, message, answering, look, name)
 
     def _waits_for(self, waited: float) -> str:
         detector = self._group.detector

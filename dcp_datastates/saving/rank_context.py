@@ -216,9 +216,7 @@ class RankContext:
         while True:
             self._entries += 1
             try:
-                return self._meetings.meet(
-                    self._entries, message, watch.told_of(answer), watch.look, name
-                )
+                return watch.meet(self._meetings, self._entries, name, message, answer)
             except GivenUp as stop:
                 if not (name and stop.name) or stop.name == name:
                     raise RankLostError(stop.why) from None
@@ -253,8 +251,8 @@ class RankContext:
                 while True:
                     self._dcp_entries += 1
                     try:
-                        return self._dcp_meetings.meet(
-                            self._dcp_entries, message, watch.told_of(answer), watch.look, name
+                        return watch.meet(
+                            self._dcp_meetings, self._dcp_entries, name, message, answer
                         )
                     except GivenUp as stop:
                         if not stop.early:
@@ -304,7 +302,7 @@ class RankContext:
 
 
 # No closure: the traceback of an error would keep what it has.
-def _propose(save: SaveOperation, planning: SavePlanning | None) -> Proposal:
+def _propose(save: SaveOperation, planning: SavePlanning | None) -> bytes:
     if save.error is not None:
         raise save.error  # also if this rank leaves the save out
     assert planning is not None
@@ -316,7 +314,8 @@ def _propose(save: SaveOperation, planning: SavePlanning | None) -> Proposal:
             "of the two out"
         )
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    return Proposal(save.directory().name, planning.kind, save.unused_writers, plan)
+    name = save.directory().name
+    return Proposal(name, planning.kind, save.unused_writers, plan).encode()
 
 
 def _last_part(path: object) -> str:

@@ -61,7 +61,7 @@ def _refused(error):
 
 
 def _meaning(path="c", kind="k", planning=None):
-    return planning or _Planning(), lambda: Proposal(path, kind, plan=path.encode())
+    return planning or _Planning(), Proposal(path, kind, plan=path.encode()).encode
 
 
 def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
@@ -104,7 +104,7 @@ def test_ranks_that_mean_different_saves_are_all_told_so(different, word, rank):
         told = end.failed.error("'c'", 3)
         assert isinstance(told, SaveFailedError)
         assert word in str(told)
-        assert set(found.paths) == {propose().path for _, propose in proposals}
+        assert set(found.paths) == {Proposal.decode(propose()).path for _, propose in proposals}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
