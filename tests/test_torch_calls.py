@@ -31,7 +31,6 @@ WEAK = {
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
     "process/forks.py": "sockets and files",
-    "loading/session.py": "commit groups",
     "weights/publish.py": "publishers",
 }
 """The files with weak references, and what they refer to. Never to tensors: torch does not swap tensors that have weak

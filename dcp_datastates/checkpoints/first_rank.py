@@ -14,13 +14,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.told_errors import described, error_of
+from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import ConfigurationError, NoAnswerError, RankLostError
-from dcp_datastates.format import values
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import enter
 from dcp_datastates.process.waiting import Wait
@@ -117,7 +117,7 @@ def from_first_of(
             f"waiting for rank {first} to tell {purpose}: the job's store was lost ({lost}); has the rank "
             f"that hosts it ended?"
         ) from lost
-    value: T = _told(found, f"rank {first} did not tell {purpose}")
+    value: T = _told(found, first, purpose)
     return value
 
 
@@ -126,23 +126,22 @@ def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
         packed = json.dumps([compute(), None])
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
-            told = values.to_json(described(error, f"rank {dist.get_rank()}"))
-            store.set(number, json.dumps([None, told]))
+            store.set(number, json.dumps([None, astuple(Reason.of(error, whole=True))]))
         raise
     store.set(number, packed)
     value: T = json.loads(packed)[0]  # as the other ranks get it
     return value
 
 
-def _told(found: bytes, trouble: str) -> Any:
+def _told(found: bytes, first: int, purpose: str) -> Any:
     """The value in an answer; raises the error in it, or, for what is no answer, :class:`NoAnswerError`."""
     try:
         value, error = json.loads(found)
-        told = None if error is None else error_of(values.from_json(error))
+        told = None if error is None else Reason(*error).error(f"rank {first}")
     except Exception as unreadable:
         raise NoAnswerError(
-            f"{trouble}: what the job's store has in place of it is no answer ({unreadable}); does another program "
-            f"write to that store (MASTER_ADDR, MASTER_PORT)?"
+            f"rank {first} did not tell {purpose}: what the job's store has in place of it is no answer "
+            f"({unreadable}); does another program write to that store (MASTER_ADDR, MASTER_PORT)?"
         ) from unreadable
     if told is not None:
         raise told

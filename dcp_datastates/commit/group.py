@@ -41,7 +41,7 @@ _CANCEL_SECONDS: Final = 10.0
 
 
 class AttachedContext(Protocol):
-    """What there is one of for a group, besides the group itself."""
+    """What there is one of its kind of for a group, besides the group itself."""
 
     def close(self) -> None:
         """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""
@@ -76,9 +76,9 @@ class CommitGroup:
         """Whether this rank decides and publishes."""
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
         self._lock = threading.RLock()  # guards what follows, and the order of posts
-        self._attached: AttachedContext | None = None
+        self._attached: dict[object, AttachedContext] = {}
         self.unused_writers = 0
-        """Writers of this rank's program that were not used yet: see ``SaveName``."""
+        """Writers of this rank's program that were not used yet: see ``Proposal``."""
         self._calls = {True: 0, False: 0}  # by ``own``: see count_call
         self.planning = ""
         """What the planning thread is doing, for this rank's beat; empty if it is idle."""
@@ -104,9 +104,9 @@ class CommitGroup:
     def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
         with self._lock:
-            if self._attached is None:
-                self._attached = make(self)
-            return cast("C", self._attached)
+            if make not in self._attached:
+                self._attached[make] = make(self)
+            return cast("C", self._attached[make])
 
     def draw(self) -> int:
         """Coordinator: take the number of the next round."""
@@ -161,9 +161,9 @@ class CommitGroup:
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
         with self._lock:
-            attached, self._attached = self._attached, None
-        if attached is not None:
-            attached.close()
+            attached, self._attached = self._attached, {}
+        for each in attached.values():
+            each.close()
         self._worker.close(_CLOSE_SECONDS)
         if self.detector is not None:
             self.detector.close()

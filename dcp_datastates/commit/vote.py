@@ -1,22 +1,24 @@
-"""A rank's vote in a round, and the decision that all votes come to.
+"""A rank's vote in a round, why a rank has failed, and the decision that all votes come to.
 
-The coordinator gathers the votes as bytes and broadcasts whether they are unanimous; a decision travels as text, by
-gloo, and in the store for ranks that gloo does not reach.
+A decision travels as text, by gloo, and in the store for ranks that gloo does not reach.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from dcp_datastates import errors
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFailedError
+from dcp_datastates.format import values
 from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
@@ -24,77 +26,37 @@ from dcp_datastates.storage.object_path import Location
 _LONGEST: Final = 768
 """Longest message of a reason, in characters: decisions travel through the store."""
 
-_TOLD: Final = 8
-"""How many ranks' reasons a decision contains."""
-
 _SHOWN: Final = 3
 """How many ranks' reasons an error message contains."""
 
-_VOTE: Final = struct.Struct("<?20sB")
+_VOTE: Final = struct.Struct("<20sB")
 
 
-@dataclass(frozen=True)
-class RankVote:
-    """One rank's vote: whether its bytes are durable, and which save it votes for.
+def encode_vote(
+    number: int,
+    attempt: Attempt | None,
+    directory: Location | None,
+    world: int,
+    report: bytes = b"",
+    trace: bytes = b"",
+) -> bytes:
+    """The vote of a rank whose bytes are durable, for the save that the first four name.
 
-    ``no``: why they are not. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
-    ``trace``: what this rank's part has cost (``format/save_trace.py``); 255 bytes at most.
+    ``report``: what the coordinator needs to know of this rank's files, in any encoding. ``trace``: what this rank's
+    part has cost (``format/save_trace.py``); 255 bytes at most.
     """
-
-    no: Reason | None
-    number: int
-    attempt: Attempt | None
-    directory: Location | None
-    world: int
-    report: bytes = b""
-    trace: bytes = b""
-
-    def encode(self) -> bytes:
-        """Yes or no, a digest of the save, the trace, and the report, or the reason."""
-        # Only the last part of the path: other machines may mount the directory elsewhere.
-        name = b"" if self.directory is None else os.fsencode(self.directory.name)
-        attempt = None if self.attempt is None else astuple(self.attempt)
-        save = repr((self.number, attempt, name, self.world))
-        digest = hashlib.sha1(save.encode()).digest()
-        told = self.report if self.no is None else json.dumps(astuple(self.no)).encode()
-        return _VOTE.pack(self.no is None, digest, len(self.trace)) + self.trace + told
+    # Only the last part of the path: other machines may mount the directory elsewhere.
+    name = b"" if directory is None else os.fsencode(directory.name)
+    save = number, None if attempt is None else astuple(attempt), name, world
+    digest = hashlib.sha1(repr(save).encode()).digest()
+    return _VOTE.pack(digest, len(trace)) + trace + report
 
 
-class Count(Enum):
-    """What all ranks' votes come to."""
-
-    UNANIMOUS = b"yes"
-    """All are durable, and all vote for the same save."""
-    FAILED = b"no"
-    """Some rank's files are not durable."""
-    DIFFERENT = b"different"
-    """The ranks vote for different saves."""
-
-
-class Votes:
-    """All ranks' votes, as the coordinator has them.
-
-    Attributes:
-        count: what they come to.
-        reports, traces: the ranks' own, if none votes no.
-        noes: the reasons of those that vote no, by rank.
-    """
-
-    def __init__(self, votes: Sequence[bytes]) -> None:
-        heads = [_VOTE.unpack_from(vote) for vote in votes]
-        ends = [_VOTE.size + length for _, _, length in heads]
-        self.reports: Final = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
-        self.traces: Final = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
-        self.noes: Final = [rank for rank, (ok, _, _) in enumerate(heads) if not ok]
-        same = len({digest for _, digest, _ in heads}) == 1
-        agreed = Count.UNANIMOUS if same else Count.DIFFERENT
-        self.count: Final = Count.FAILED if self.noes else agreed
-
-    def reasons(self) -> tuple[dict[int, Reason], int]:
-        """Why ranks vote no: the first few, by rank, and how many others do."""
-        told = self.noes[:_TOLD]
-        reasons = {rank: Reason(*json.loads(self.reports[rank])) for rank in told}
-        return reasons, len(self.noes) - len(told)
+def decode_vote(vote: bytes) -> tuple[bytes, bytes, bytes]:
+    """A digest of the save, the report, and the trace."""
+    digest, length = _VOTE.unpack_from(vote)
+    end = _VOTE.size + length
+    return digest, vote[end:], vote[_VOTE.size : end]
 
 
 class Outcome(Enum):
@@ -107,18 +69,42 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why one rank failed: the name of the error's type, and its message."""
+    """Why one rank failed: the name of the error's type, and its message.
+
+    ``parts``: the error's arguments and attributes as JSON, if plain values make the error again, and they were asked
+    for.
+    """
 
     kind: str
     message: str
+    parts: Any = None
 
     @staticmethod
-    def of(error: BaseException) -> Reason:
+    def of(error: BaseException, whole: bool = False) -> Reason:
         # The message may contain a file name that is not UTF-8.
-        message = str(error).encode(errors="backslashreplace").decode()
+        message = str(error).encode(errors="backslashreplace").decode()[:_LONGEST]
         names = [kind.__name__ for kind in type(error).__mro__]
         public = next((name for name in names if hasattr(errors, name)), names[0])
-        return Reason(public, message[:_LONGEST])
+        if whole:
+            with contextlib.suppress(Exception):
+                parts = values.to_json((*error.__reduce__()[1:], {})[:2])
+                told = Reason(public, message, parts)
+                if isinstance(error, type(told.error(""))):
+                    return told
+        return Reason(public, message)
+
+    def error(self, where: str) -> Exception:
+        """The error: of its type, if it is one of this package, or of Python and its parts are known; else a
+        ``DataStatesError`` that says ``where`` it was raised.
+        """
+        kind = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
+        least = DataStatesError if self.parts is None else Exception
+        if not (isinstance(kind, type) and issubclass(kind, least)):
+            return DataStatesError(f"{where}: {self.kind}: {self.message}")
+        arguments, state = values.from_json(self.parts) or ((self.message,), {})
+        error: Exception = kind(*arguments)
+        vars(error).update(state)
+        return error
 
 
 @dataclass(frozen=True)
@@ -139,13 +125,13 @@ class Decision:
         return Decision(Outcome.FAILED, {rank: Reason.of(error)})
 
     def encode(self) -> str:
-        reasons = {str(rank): [why.kind, why.message] for rank, why in self.reasons.items()}
+        reasons = [(rank, why.kind, why.message, why.parts) for rank, why in self.reasons.items()]
         return json.dumps([self.outcome.value, reasons, self.given_up, self.more])
 
     @staticmethod
     def decode(value: bytes) -> Decision:
         outcome, reasons, given_up, more = json.loads(value)
-        found = {int(rank): Reason(*why) for rank, why in reasons.items()}
+        found = {rank: Reason(*why) for rank, *why in reasons}
         return Decision(Outcome(outcome), found, given_up, more)
 
     def error(self, where: str, world: int, cause: BaseException | None = None) -> BaseException:

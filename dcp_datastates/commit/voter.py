@@ -9,21 +9,21 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
+from dcp_datastates.commit.joint_steps import Answer, together
 from dcp_datastates.commit.place import Place, Round
 from dcp_datastates.commit.protocol import DecisionFound, Interruption, Lost
 from dcp_datastates.commit.vote import (
-    Count,
     Decision,
     DecisionLog,
     Outcome,
-    RankVote,
     Reason,
-    Votes,
+    decode_vote,
+    encode_vote,
 )
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
@@ -37,6 +37,7 @@ from dcp_datastates.process.waiting import Wait
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector, Loss
 from dcp_datastates.ranks.gloo_group import GroupBroken
 from dcp_datastates.ranks.gloo_tree import GlooTree
+from dcp_datastates.ranks.meetings import Met
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
@@ -131,7 +132,9 @@ class Ballot(protocol.Actions):
         self._apart: float | None = None  # since when this rank could not connect
         self._asked = False  # the store has said whether it has the decision
         self._found: Decision | None = None
-        self._votes: Votes | None = None  # coordinator: all ranks'
+        # Coordinator: all ranks'.
+        self._reports: Sequence[bytes] = ()
+        self._traces: Sequence[bytes] = ()
         self._counted_at = 0.0  # in seconds since the epoch
         self.why = ""
         """Why this rank ends the round without the coordinator; empty if it does not."""
@@ -176,41 +179,37 @@ class Ballot(protocol.Actions):
 
     async def vote(self, no: Reason | None) -> Decision | None:
         round_ = self._round
-        vote = RankVote(
-            no,
-            round_.number,
-            round_.attempt,
-            round_.path,
-            self._world,
-            round_.report() if no is None else b"",
-            round_.trace(),
-        ).encode()
+
+        def mine() -> bytes | Reason:
+            if no is not None:
+                return no
+            save = round_.number, round_.attempt, round_.path, self._world
+            return encode_vote(*save, round_.report(), round_.trace())
+
         hit("vote.before")
         self._voter.voted = round_.number
-        count = self._together(partial(self._count, vote))
+        end = self._together(lambda check: together(partial(self._poll, check), mine, self._count))
         self._apart, self._counted_at = None, time.time()
-        if count is Count.UNANIMOUS:
+        if end.failed is None:
             round_.timeline.begin("publishing")
         hit("vote.after")
-        if count is Count.UNANIMOUS:
-            return None
-        if count is Count.DIFFERENT:
-            different = SaveFailedError(
+        return end.failed
+
+    def _poll(self, check: Callable[[], None], message: bytes, answers: Answer) -> Met:
+        """Send this rank's vote up the tree; what all votes come to comes down it."""
+        messages = self._tree.gather(message, check)
+        answer = None if messages is None else answers(messages)[0]
+        return Met(self._tree.broadcast(answer, check))
+
+    def _count(self, messages: Sequence[bytes]) -> Sequence[bytes]:
+        digests, self._reports, self._traces = zip(*map(decode_vote, messages), strict=True)
+        if len(set(digests)) > 1:
+            round_ = self._round
+            raise SaveFailedError(
                 f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
                 f"{str(round_.path)!r}"
             )
-            return Decision.failed(-1, different)
-        reasons, more = ({}, 0) if self._votes is None else self._votes.reasons()
-        return Decision(Outcome.FAILED, reasons, more=more)
-
-    def _count(self, vote: bytes, check: Callable[[], None]) -> Count:
-        """Send this rank's vote up the tree; the coordinator's count comes down it."""
-        votes = self._tree.gather(vote, check)
-        if votes is None:
-            return Count(self._tree.broadcast(None, check))
-        self._votes = Votes(votes)
-        self._tree.broadcast(self._votes.count.value, check)
-        return self._votes.count
+        return [b""] * len(messages)
 
     async def publish(self) -> Decision:
         self._say("publishing")
@@ -219,10 +218,9 @@ class Ballot(protocol.Actions):
         assert directory is not None
         assert claim is not None
         assert round_.compose is not None
-        assert self._votes is not None
         try:
-            trace = save_trace.join(self._votes.traces, self._counted_at)
-            data = round_.compose(self._votes.reports, claim, trace)
+            trace = save_trace.join(self._traces, self._counted_at)
+            data = round_.compose(self._reports, claim, trace)
             publish = partial(Place(directory).publish, round_, data)
             bounded("publishing", directory, round_.timeout, publish)  # 8 to 10
         except Exception as error:

@@ -14,21 +14,18 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup, commit_group
-from dcp_datastates.commit.told_errors import Told, described, error_of
+from dcp_datastates.commit.joint_steps import Answer, StepEnd, alone, together
 from dcp_datastates.errors import ConfigurationError, DataStatesError, RankLostError
 from dcp_datastates.planning.comparison import forget_histories
-from dcp_datastates.planning.packing import Message
 from dcp_datastates.process.futures import Listeners
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.process.progress_bar import progress_bar
 from dcp_datastates.ranks.failure_detector import RankWait, ranks_have
-from dcp_datastates.ranks.meetings import GivenUp, Meetings
+from dcp_datastates.ranks.meetings import Meetings, Met
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.results import LOAD_PHASES, LoadRecord, Timeline
 from dcp_datastates.storage.failpoints import hit
@@ -38,7 +35,6 @@ from dcp_datastates.text import step_of
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], bytes | None]
-Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _LEAVE_SECONDS: Final = 5.0
 """How long a rank that leaves a load waits until it has met the first rank, to tell it. It may be their first meeting.
@@ -73,32 +69,6 @@ class Step(enum.IntEnum):
     """Each rank has what it needs."""
 
 
-@dataclass(frozen=True)
-class _Report(Message):
-    """One rank's message at the end of a step."""
-
-    path: str
-    """The last part of what it loads: other machines may mount the directory elsewhere."""
-    error: Told | None
-    """Why the step has failed on the rank."""
-    note: bytes
-    """What the step has for the first rank."""
-
-
-@dataclass(frozen=True)
-class _Verdict(Message):
-    """The first rank's answer."""
-
-    error: Told | None
-    """The one error, if the step has failed on a rank."""
-    rank: int
-    """The rank whose error it is."""
-    remark: str = ""
-    """What the first rank adds to the error."""
-    note: bytes = b""
-    """The first rank's answer to this rank's note."""
-
-
 class _Loads:
     """The loads of one set of several ranks. The lock is held during a load: one thread at a time loads."""
 
@@ -111,9 +81,8 @@ class _Loads:
         self.calls = 0
         self.is_loading = False
 
-
-_lock = threading.RLock()  # guards _loads
-_loads: weakref.WeakKeyDictionary[CommitGroup, _Loads] = weakref.WeakKeyDictionary()
+    def close(self) -> None:
+        """It has no thread."""
 
 
 @contextlib.contextmanager
@@ -134,10 +103,7 @@ def load_session(
             yield session
             return
         group = commit_group(rank_set)
-        with _lock:
-            loads = _loads.get(group)
-            if loads is None:
-                loads = _loads[group] = _Loads(group)
+        loads = group.attached(_Loads)
         with loads.lock:
             if loads.is_loading:
                 raise DataStatesError(f"{verb} was called within another load, which has not ended")
@@ -203,17 +169,50 @@ class LoadSession:
         or does not come.
         """
         self._timeline.begin("read" if step is Step.OBJECTS else step.name.lower())
-        answer = answer or _no_answers
-        if self._loads is None:
+        self._next = Step(step + 1) if step < Step.READ else None
+        mine, answered = self._parts(step, work, answer)
+        try:
+            end = together(functools.partial(self._meet, step), mine, answered)
+        except RankLostError as lost:
+            self._say_half_loaded(lost, step, lost.__cause__ is None)
+            raise
+        if end.late is not None and not isinstance(end.late, Exception):
+            raise end.late
+        if (error := self._error(step, end)) is not None:
+            self._next = None
             try:
-                (note,) = answer([_done(step, work)])
-            except BaseException as error:
-                raise self._of_this_package(error)  # noqa: B904 (it has its cause)
-        else:
-            note = self._end_together(self._loads, step, work, answer)
+                raise error
+            finally:
+                del error, end  # its traceback retains this frame
         if step is Step.READ:
             self._timeline.begin("apply")
-        return note
+        return end.answer
+
+    def _parts(
+        self, step: Step, work: Work, answer: Answer | None
+    ) -> tuple[Callable[[], bytes], Answer]:
+        """This rank's part of the step, and the first rank's. In the first step, the ranks compare what they load."""
+        # Only the last part of the path: other machines may mount the directory elsewhere.
+        name = os.fsencode(self._path.name) + b"\0" if step is Step.OPEN else b""
+
+        def mine() -> bytes:
+            hit(f"load.{step.name.lower()}.before")
+            note = work() or b""
+            hit(f"load.{step.name.lower()}.after")
+            return name + note
+
+        def answered(notes: Sequence[bytes]) -> Sequence[bytes]:
+            for rank, note in enumerate(notes):
+                if not note.startswith(name):
+                    other = os.fsdecode(note.partition(b"\0")[0])
+                    raise ConfigurationError(
+                        f"rank {self._rank} loads {self._path.name!r} and rank {self.rank_set.ranks[rank]} loads "
+                        f"{other!r}: every rank must make the same loads, in the same order"
+                    )
+            notes = [note[len(name) :] for note in notes]
+            return [b""] * len(notes) if answer is None else answer(notes)
+
+        return mine, answered
 
     # ---- with other ranks ------------------------------------------------------------------------------
 
@@ -225,106 +224,52 @@ class LoadSession:
         """This rank ends the load with ``error``: the others need not wait for it in a later step."""
         if self._loads is not None and self._next is not None:
             self.rank_set.incarnation.await_known(_LEAVE_SECONDS)
-            why = f"{self._here}: {type(error).__name__}: {error}"
+            what = f"{self._verb} was given up on rank {self._rank}"
+            why = RankLostError(f"{what}: {type(error).__name__}: {error}")
             for step in range(self._next, len(Step)):
                 self._loads.meetings.give_up(self._first_number + step, why, self._path.name)
 
-    def _end_together(self, loads: _Loads, step: Step, work: Work, answer: Answer) -> bytes:
-        self._next = Step(step + 1) if step < Step.READ else None
-        failure: BaseException | None = None
-        try:
-            report = _Report(self._path.name, None, _done(step, work))
-        except BaseException as error:  # the other ranks wait for it
-            failure = self._of_this_package(error)
-            report = _Report(self._path.name, described(failure, self._here), b"")
+    def _meet(self, step: Step, message: bytes, answers: Answer) -> Met:
+        loads = self._loads
+        if loads is None:
+            return alone(message, answers)
         if step is not Step.OBJECTS:  # the phase goes on
             self._timeline.begin(f"wait_{step.name.lower()}")
+        wait = RankWait(loads.detector, f"{self._verb} of {self._path}")
+        look = functools.partial(wait.look, functools.partial(self._look, step, loads))
+        number = self._first_number + step
+        return loads.meetings.meet(number, message, answers, look, self._path.name)
 
-        def answered(messages: Sequence[bytes]) -> Sequence[bytes]:
-            nonlocal failure
-            try:
-                verdicts = self._verdicts(step, list(map(_Report.decode, messages)), answer)
-            except BaseException as error:  # the other ranks wait for an answer
-                failure = self._of_this_package(error)
-                verdicts = [_Verdict(described(failure, self._here), 0)] * len(messages)
-            return [each.encode() for each in verdicts]
-
-        number, look = self._first_number + step, self._watch(step, loads)
-        try:
-            met = loads.meetings.meet(number, report.encode(), answered, look, self._path.name)
-        except GivenUp as stop:
-            self._next = None
-            lost = failure or RankLostError(f"{self._verb} of {self._path}: {stop.why}")
-            raise self._half_loaded(lost, step, failure is None) from None
-        except RankLostError as lost:
-            raise self._half_loaded(lost, step, failure is None) from failure
-        for interrupt in (failure, met.error):
-            if interrupt is not None and not isinstance(interrupt, Exception):
-                raise interrupt
-        verdict = _Verdict.decode(met.answer)
-        if verdict.error is None:
-            return verdict.note
-        self._next = None
-        try:
-            if failure is not None and verdict.rank == self.rank_set.rank:
-                if isinstance(failure, DataStatesError):
-                    failure.remark = verdict.remark
-                raise failure
-            told = error_of(verdict.error)
-            vars(told)["remark"] = verdict.remark
-            raise told from failure
-        finally:
-            del failure  # its traceback retains this frame
-
-    @property
-    def _here(self) -> str:
-        return f"{self._verb} was given up on rank {self._rank}"
-
-    def _of_this_package(self, error: BaseException) -> BaseException:
-        """``error``, or the one that tells of it. Interrupts stay what they are."""
-        if isinstance(error, DataStatesError) or not isinstance(error, Exception):
-            return error
-        told = DataStatesError(
-            f"loading {self._path} failed on rank {self._rank}: {type(error).__name__}: {error}"
-        )
-        told.__cause__ = error
-        return told
-
-    def _half_loaded(self, lost: BaseException, step: Step, has_all: bool) -> BaseException:
-        """``lost``, which says what this rank has of the state. It does not know what the others have."""
+    def _say_half_loaded(self, lost: BaseException | None, step: Step, has_all: bool) -> None:
+        """Let ``lost`` say what this rank has of the state. It does not know what the others have."""
         if step is Step.READ and isinstance(lost, DataStatesError):
             mine = f"rank {self._rank} has{'' if has_all else ' not'} loaded all of the state"
             lost.remark = f"{mine}, and other ranks may not have: the state may be half loaded"
-        return lost
 
-    def _verdicts(
-        self, step: Step, reports: Sequence[_Report], answer: Answer
-    ) -> Sequence[_Verdict]:
-        failed = [rank for rank, each in enumerate(reports) if each.error is not None]
-        if failed:
-            remark = ""
+    def _error(self, step: Step, end: StepEnd) -> BaseException | None:
+        """The error of a step that has failed, which says what the ranks have of the state."""
+        if end.failed is None:
+            return None
+        error: BaseException | None
+        failed = [self.rank_set.ranks[rank] for rank in sorted(end.failed.reasons) if rank >= 0]
+        if not failed and end.own is None:
+            why = end.failed.reasons[-1].message
+            error = RankLostError(f"{self._verb} of {self._path}: {why}")
+        else:
+            where = f"loading {self._path} failed on rank {failed[0] if failed else self._rank}"
+            error = end.error(where)
+            if isinstance(error, Exception) and not isinstance(error, DataStatesError):
+                error = DataStatesError(f"{where}: {type(error).__name__}: {error}")
+                error.__cause__ = end.own
+        if not failed:
+            self._say_half_loaded(error, step, end.own is None)
+        elif self._loads is not None and isinstance(error, DataStatesError):
+            have = ranks_have(failed, end.failed.more)
             if step is Step.READ:
-                remark = (
-                    f"{self._named(failed)} not loaded all of the state, and the other ranks have: the state is half "
-                    f"loaded"
-                )
+                error.remark = f"{have} not loaded all of the state, and the other ranks have: the state is half loaded"
             elif step is Step.OBJECTS:
-                remark = f"{self._named(failed)} not read all objects; no rank's state was changed"
-            return [_Verdict(reports[failed[0]].error, failed[0], remark)] * len(reports)
-        for rank, each in enumerate(reports):
-            if each.path != self._path.name:
-                raise ConfigurationError(
-                    f"rank {self._rank} loads {self._path.name!r} and rank {self.rank_set.ranks[rank]} loads "
-                    f"{each.path!r}: every rank must make the same loads, in the same order"
-                )
-        return [_Verdict(None, 0, "", note) for note in answer([each.note for each in reports])]
-
-    def _watch(self, step: Step, loads: _Loads) -> Callable[[], None]:
-        """What is called repeatedly while this rank waits in a step. It raises :class:`RankLostError` if another rank
-        is lost, or makes no progress for too long.
-        """
-        wait = RankWait(loads.detector, f"{self._verb} of {self._path}")
-        return functools.partial(wait.look, functools.partial(self._look, step, loads))
+                error.remark = f"{have} not read all objects; no rank's state was changed"
+        return error
 
     def _look(self, step: Step, loads: _Loads, waited: float) -> str:
         """What this rank waits for, in words. Raises :class:`RankLostError` after ``timeout`` without progress. Before
@@ -341,7 +286,8 @@ class LoadSession:
             missing = (
                 f"not called {self._verb}" if step is Step.OPEN else "not come to the next step"
             )
-            what = f"{self._named(absent)} {missing}" if absent else "answering the other ranks"
+            named = ranks_have([self.rank_set.ranks[rank] for rank in absent])
+            what = f"{named} {missing}" if absent else "answering the other ranks"
             slow = [each for each in slow if each.rank in absent]
         else:
             said = loads.detector.said_by_coordinator
@@ -351,9 +297,6 @@ class LoadSession:
             why = f" ({'; '.join(map(str, slow[:3]))})" if slow else ""
             raise RankLostError(f"{self._verb} of {self._path}: {what} within {waited:.0f} s{why}")
         return what
-
-    def _named(self, ranks: Sequence[int]) -> str:
-        return ranks_have([self.rank_set.ranks[rank] for rank in ranks])
 
     # ---- the record ------------------------------------------------------------------------------------
 
@@ -397,17 +340,6 @@ class LoadSession:
         level = once_per_job(logging.INFO) if is_said else logging.DEBUG
         logger.log(level, "%s", _described(record), extra={"load_record": record})
         listeners.tell(record)
-
-
-def _done(step: Step, work: Work) -> bytes:
-    hit(f"load.{step.name.lower()}.before")
-    note = work()
-    hit(f"load.{step.name.lower()}.after")
-    return note or b""
-
-
-def _no_answers(notes: Sequence[bytes]) -> Sequence[bytes]:
-    return [b""] * len(notes)
 
 
 def _described(record: LoadRecord) -> str:

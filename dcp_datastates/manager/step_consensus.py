@@ -17,7 +17,8 @@ from concurrent.futures import Future, wait
 from typing import Final
 
 from dcp_datastates.commit.group import commit_group
-from dcp_datastates.errors import NoAnswerError, RankLostError
+from dcp_datastates.commit.vote import Reason
+from dcp_datastates.errors import NoAnswerError
 from dcp_datastates.process.ending import at_exit
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.waiting import Wait
@@ -36,8 +37,6 @@ _PATIENCE_SECONDS: Final = 86400.0
 """How long a rank that is alive may take to come to a step: it may evaluate for hours. If it is stuck, the job's own
 collectives end sooner.
 """
-
-_ENDED: Final = "another rank has ended"
 
 
 class StepConsensus:
@@ -94,7 +93,8 @@ class StepConsensus:
         if self._pending is not None:
             wait([self._pending], _CLOSE_SECONDS)
         if (meetings := self._meetings) is not None and self._number:
-            self._worker.post(functools.partial(meetings.give_up, self._number + 1, _ENDED))
+            ended = NoAnswerError("another rank has ended")
+            self._worker.post(functools.partial(meetings.give_up, self._number + 1, ended))
         self._worker.close(_CLOSE_SECONDS)  # a thread in torch's code must not outlive Python
 
     # ---- the thread ----------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class StepConsensus:
             met = self._meetings.meet(number, json.dumps(mine).encode(), _greatest, check)
             begun.set_result(json.loads(met.answer))
         except GivenUp as stop:
-            kind = NoAnswerError if stop.why == _ENDED else RankLostError
-            begun.set_exception(kind(f"step {number} of the manager: {stop.why}"))
+            told = Reason(stop.kind, f"step {number} of the manager: {stop.why}")
+            begun.set_exception(told.error("another rank"))
         except BaseException as error:
             begun.set_exception(error)
 

@@ -438,7 +438,8 @@ class RankWait:
             self._wait.look(what(waited))
 
 
-def ranks_have(ranks: Sequence[int]) -> str:
-    """In words, such as "rank 3 has", or "4 ranks (3, 5, 6, …) have"."""
-    named = ", ".join(map(str, ranks[:3])) + (", …" if len(ranks) > 3 else "")
-    return f"rank {named} has" if len(ranks) == 1 else f"{len(ranks)} ranks ({named}) have"
+def ranks_have(ranks: Sequence[int], more: int = 0) -> str:
+    """In words, such as "rank 3 has", or "4 ranks (3, 5, 6, …) have". ``more``: further ranks."""
+    count = len(ranks) + more
+    named = ", ".join(map(str, ranks[:3])) + (", …" if count > 3 else "")
+    return f"rank {named} has" if count == 1 else f"{count} ranks ({named}) have"

@@ -72,13 +72,15 @@ class GivenUp(Exception):
 
     Attributes:
         name: what it had come for; empty if that is not known.
-        why: its reason.
+        kind: the name of the type of the error that made it do so.
+        why: what that says.
         early: whether it did so before this rank came.
     """
 
-    def __init__(self, name: str, why: str) -> None:
+    def __init__(self, name: str, kind: str, why: str) -> None:
         super().__init__(why)
         self.name: Final = name
+        self.kind: Final = kind
         self.why: Final = why
         self.early = False
 
@@ -167,14 +169,15 @@ class Meetings:
         del self._spent[number][first:]
         return met
 
-    def give_up(self, number: int, why: str, name: str = "") -> bool:
-        """Say that this rank does not come to a meeting, or leaves it; the first reason counts. Returns whether rank 0
-        has answered.
+    def give_up(self, number: int, error: BaseException, name: str = "") -> bool:
+        """Say that this rank does not come to a meeting, or leaves it, because of ``error``; the first one counts.
+        Returns whether rank 0 has answered.
         """
         self._note(number)
         while len(self._unsaid) >= _KEPT:
             del self._unsaid[next(iter(self._unsaid))]
-        self._unsaid.setdefault(number, json.dumps([name, why]))
+        kind = type(error).__name__
+        self._unsaid.setdefault(number, json.dumps([name, kind, str(error) or kind]))
         return self._say_unsaid() == number
 
     def absent(self) -> list[int]:
@@ -226,7 +229,7 @@ class Meetings:
 
     def _leave(self, number: int, name: str, error: BaseException) -> Met | None:
         """Give the meeting up. If it is too late for that, returns what came of it."""
-        if not self.give_up(number, str(error) or type(error).__name__, name):
+        if not self.give_up(number, error, name):
             return None
         self._check = _fail
         try:

@@ -1,24 +1,25 @@
-"""How the ranks agree on a save: one message of each rank to the coordinator, and one answer to each.
+"""How the ranks agree on a save, in a step that they do together (:mod:`dcp_datastates.commit.joint_steps`).
 
-A rank's *proposal* names the save and has the rank's plan, or says why the rank cannot save. The coordinator's
-*assignment* has the attempt and the rank's share, or the reasons for which the ranks do not save. While a rank waits
-for the others, a :class:`PeerWatch` looks whether they come and make progress.
+A rank's *proposal* names the save and has the rank's plan. The coordinator's *assignment* has the attempt and the
+rank's share. While a rank waits for the others, a :class:`PeerWatch` looks whether they come and make progress.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.commit.joint_steps import Answer, Meet, StepEnd, together
+from dcp_datastates.commit.vote import Decision
 from dcp_datastates.errors import CheckpointSkipped, RankLostError, SaveFailedError
 from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.failure_detector import RankWait, ranks_have
-from dcp_datastates.ranks.meetings import Met
+from dcp_datastates.ranks.meetings import Meetings, Met
 from dcp_datastates.saving.operation import LEFT_OUT, SaveOperation, Ticket
 from dcp_datastates.storage.attempt import Attempt
 
@@ -29,8 +30,8 @@ _OTHER_PLANNERS: Final = (
 
 
 @dataclass(frozen=True)
-class SaveName(Message):
-    """By what the ranks know that they mean the same save."""
+class Proposal(Message):
+    """One rank's message. By all but the plan, the ranks know that they mean the same save."""
 
     path: str
     """The last part of the checkpoint's path: other machines may mount the directory elsewhere."""
@@ -41,16 +42,7 @@ class SaveName(Message):
     ``dcp.async_save`` failed on one rank before it reached the writer, DCP pairs the rank's next call with the other
     ranks' present one.
     """
-
-
-@dataclass(frozen=True)
-class Proposal(Message):
-    """One rank's message."""
-
-    save: SaveName
     plan: bytes = b""
-    reason: tuple[str, str] | None = None
-    """Why the rank cannot save: the fields of a :class:`Reason`."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +52,10 @@ class Assignment(Message):
     numbers: tuple[int, ...] = ()
     """Of the :attr:`ticket`: the attempt's two, and its own."""
     plan: bytes = b""
-    refused: str = ""
-    """The :class:`Decision`, encoded, if there is no such save."""
+    different: str = ""
+    """How the ranks' saves differ, if they do."""
     paths: tuple[str, ...] = ()
     """The paths of all ranks' proposals, if they differ."""
-
-    @staticmethod
-    def refusing(reasons: Mapping[int, Reason], paths: Sequence[str] = ()) -> Assignment:
-        """The answer to each rank, for these ``reasons`` by rank."""
-        return Assignment(refused=Decision(Outcome.FAILED, reasons).encode(), paths=tuple(paths))
 
     @property
     def ticket(self) -> Ticket:
@@ -76,116 +63,86 @@ class Assignment(Message):
         return Ticket(Attempt(incarnation, sequence), number)
 
 
-class NotAgreed(Exception):
-    """The ranks do not save: so they have decided. ``__cause__`` is this rank's own error, if it had one."""
-
-    def __init__(self, decision: Decision, paths: Sequence[str]) -> None:
-        super().__init__(decision)
-        self.decision = decision
-        self.paths = paths
-
-    def told(self, where: str, world: int) -> BaseException:
-        """The error for the user, of the save to ``where``."""
-        return self.decision.error(where, world, self.__cause__)
-
-
-Answer = Callable[[Sequence[bytes]], Sequence[bytes]]
-
-
 def agree(
-    meet: Callable[[bytes, Answer], Met],
-    propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
+    meet: Meet,
+    planning: SavePlanning | None,
+    propose: Callable[[], bytes],
     draw: Callable[[], Ticket],
-) -> tuple[SavePlanning, Assignment, BaseException | None]:
+) -> tuple[Assignment, StepEnd]:
     """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
 
-    Returns the planning, which has yet to take its part; the assignment; and an error with which this rank has to fail
-    the save, because it came too late to leave the meeting.
+    Returns the assignment, whose part the planning has yet to take, and how the step has ended: if it has failed, there
+    is no such save on any rank.
 
     Args:
         meet: meets the other ranks, as :meth:`~dcp_datastates.ranks.meetings.Meetings.meet`.
-        propose: names the save, and returns its planning and this rank's message.
+        planning: the save's; None if ``propose`` raises.
+        propose: returns this rank's encoded :class:`Proposal`.
         draw: draws the coordinator's ticket.
 
-    Raises :class:`NotAgreed`, on all ranks, if a rank cannot save; :class:`CheckpointSkipped`, on all, if one leaves it
-    out; and the errors of ``meet``.
+    Raises :class:`CheckpointSkipped`, on all ranks, if one leaves the save out; an interrupt of this rank; and the
+    errors of ``meet``.
     """
-    failure: BaseException | None = None
-    planning: SavePlanning | None = None
-
-    def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
-        nonlocal failure
-        try:
-            return [each.encode() for each in _assign(messages, planning, draw)]
-        except BaseException as error:  # the other ranks wait for an answer
-            failure = error
-            return [Assignment.refusing({0: Reason.of(error)}).encode()] * len(messages)
-
+    end = together(meet, propose, functools.partial(_answers, planning, draw))
     try:
-        name, planning, plan = propose()
-        mine = Proposal(name, plan)
-    except BaseException as error:  # the other ranks wait for it
-        failure, mine = error, Proposal(SaveName(""), reason=astuple(Reason.of(error)))
-    met = meet(mine.encode(), answer)
-    assignment = Assignment.decode(met.answer)
-    if assignment.refused:
-        decision = Decision.decode(assignment.refused.encode())
-        if any(each.kind == CheckpointSkipped.__name__ for each in decision.reasons.values()):
+        if end.failed is None:
+            assignment = Assignment.decode(end.answer)
+            if assignment.different:
+                different = SaveFailedError(assignment.different)
+                end = StepEnd(failed=Decision.failed(-1, different))
+            return assignment, end
+        if CheckpointSkipped.__name__ in {each.kind for each in end.failed.reasons.values()}:
             if planning is not None:
                 planning.left_out()
             raise CheckpointSkipped(LEFT_OUT)
-        raise NotAgreed(decision, assignment.paths) from failure
+        return Assignment(), end
+    finally:
+        # The traceback of this rank's own error retains the frame of the step, and with it this one.
+        del meet, planning, propose, draw, end
+
+
+def _answers(
+    planning: SavePlanning | None, draw: Callable[[], Ticket], messages: Sequence[bytes]
+) -> Sequence[bytes]:
     assert planning is not None
-    return planning, assignment, met.error
+    return [each.encode() for each in _assign(messages, planning, draw)]
 
 
 def _assign(
-    gathered: Sequence[bytes], planning: SavePlanning | None, draw: Callable[[], Ticket]
+    messages: Sequence[bytes], planning: SavePlanning, draw: Callable[[], Ticket]
 ) -> list[Assignment]:
-    proposals = list(map(Proposal.decode, gathered))
-    reasons = {
-        rank: Reason(*each.reason) for rank, each in enumerate(proposals) if each.reason is not None
-    }
-    if reasons:
-        return [Assignment.refusing(reasons)] * len(proposals)
-    saves = [each.save for each in proposals]
-    if (different := _difference(saves)) is not None:
-        refused = Assignment.refusing({-1: different}, [each.path for each in saves])
-        return [refused] * len(proposals)
-    assert planning is not None
+    proposals = list(map(Proposal.decode, messages))
+    if different := _difference([replace(each, plan=b"") for each in proposals]):
+        paths = tuple(each.path for each in proposals)
+        return [Assignment(different=different, paths=paths)] * len(proposals)
     plans = planning.assign([each.plan for each in proposals])
     ticket = draw()
     numbers = (*astuple(ticket.attempt), ticket.number)
     return [Assignment(numbers, plan) for plan in plans]
 
 
-def _difference(saves: Sequence[SaveName]) -> Reason | None:
+def _difference(saves: Sequence[Proposal]) -> str:
     first = saves[0]
     rank = next((rank for rank, each in enumerate(saves) if each != first), None)
     if rank is None:
-        return None
+        return ""
     other = saves[rank]
     if other.path != first.path:
-        text = (
+        return (
             f"rank 0 saves to {first.path!r} and rank {rank} to {other.path!r}: one of them has left out a call "
             f"of async_save (every rank must make the same calls, in the same order)"
         )
-    elif other.unused_writers != first.unused_writers:
-        text = (
+    if other.unused_writers != first.unused_writers:
+        return (
             f"the program of rank 0 had made and not used {first.unused_writers} writers, and that of rank {rank} "
             f"{other.unused_writers}: a call of dcp.async_save has failed on one of them before it reached the writer. "
             f"No save that DCP runs can be committed until the job restarts; dcp_datastates.async_save goes on after "
             f"a failed call"
         )
-    else:
-        text = _OTHER_PLANNERS
-    return Reason.of(SaveFailedError(text))
+    return _OTHER_PLANNERS
 
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save to which a rank has not come."""
@@ -240,23 +197,25 @@ class PeerWatch:
         """The save belongs to the ranks' next call."""
         self._number += 1
 
-    def told_of(self, answer: Callable[[T], R]) -> Callable[[T], R]:
-        """The first rank's ``answer``, which notes that all ranks have come."""
+    def meet(
+        self, meetings: Meetings, number: int, name: str, message: bytes, answer: Answer
+    ) -> Met:
+        """Meet them, as :meth:`Meetings.meet`. Raises :class:`RankLostError` if a rank is lost, and after ``timeout``
+        seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
+        """
+        assert self._wait is not None, "a rank alone waits for none"
+        wait = self._wait
 
-        def answering(messages: T) -> R:
+        def answering(messages: Sequence[bytes]) -> Sequence[bytes]:
             self._all_are_here = True
             self._group.planning = _ALL_ARE_HERE
             return answer(messages)
 
-        return answering
+        def look() -> None:
+            self._check_open()
+            wait.look(self._waits_for)
 
-    def look(self) -> None:
-        """Called repeatedly while waiting. Raises :class:`RankLostError` if a rank is lost, and after ``timeout``
-        seconds; for a rank that has not called, after the step gate has held training for ``gate_seconds``.
-        """
-        self._check_open()
-        assert self._wait is not None, "a rank alone waits for none"
-        self._wait.look(self._waits_for)
+        return meetings.meet(number, message, answering, look, name)
 
     def _waits_for(self, waited: float) -> str:
         detector = self._group.detector

@@ -21,10 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, NoReturn
+from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.vote import Decision
+from dcp_datastates.commit.joint_steps import Answer, alone, together
+from dcp_datastates.commit.vote import Decision, Reason
 from dcp_datastates.errors import (
     CheckpointSkipped,
     ConfigurationError,
@@ -41,10 +42,8 @@ from dcp_datastates.ranks.meetings import GivenUp, Meetings, Met
 from dcp_datastates.saving.agreement import (
     GATE_SECONDS,
     GATE_SECONDS_AFTER_A_MISS,
-    Answer,
-    NotAgreed,
     PeerWatch,
-    SaveName,
+    Proposal,
     agree,
 )
 from dcp_datastates.saving.operation import Phase, SaveOperation
@@ -112,17 +111,12 @@ class RankContext:
         number = self.group.count_call()
         if self._meetings is None:
             return
-        name = _last_part(path)
-
-        def fail() -> NoReturn:
-            raise error
+        name, why = _last_part(path), Reason.of(error)
 
         def run() -> None:
             try:
                 watch = self._watch(f"the save to {str(path)!r}", _REFUSING_SECONDS, number)
-                agree(functools.partial(self._meet, watch, name), fail, fail)
-            except NotAgreed:
-                pass  # expected: this is how the ranks learn of it
+                together(functools.partial(self._meet, watch, name), lambda: why, list)
             except Exception as failed:
                 logger.warning("the other ranks could not be told that a call failed: %s", failed)
 
@@ -149,38 +143,34 @@ class RankContext:
         ``planning`` is None if the save has failed on this rank. Returns as :func:`begin_write`. If this raises, the
         caller must call :meth:`SaveOperation.fail_part`.
         """
-        group, timeout = save.group, save.config.commit_timeout
-        what = f"the save to {str(save.path)!r}"
-        propose = functools.partial(_propose, save, planning)
+        group, name = save.group, save.directory().name
+        what, timeout = f"the save to {str(save.path)!r}", save.config.commit_timeout
         watch = self._watch(what, timeout, save.number, save)
-        refusal: BaseException | None = None
+        meet = functools.partial(self._meet if save.own else self._meet_in_dcp, watch, name)
+        propose = functools.partial(_propose, save, planning)
         try:
-            meet = self._meet if save.own else self._meet_in_dcp
-            agreed, assignment, failure = agree(
-                functools.partial(meet, watch, save.directory().name), propose, save.draw_ticket
-            )
-            save.agree(assignment.ticket)
-        except NotAgreed as refused:
-            refusal = refused.told(repr(str(save.path)), group.rank_set.world)
-            if save.own:
-                self._stray = set(refused.paths) - {save.directory().name}
-            if refused.__cause__ is not None:
-                save.record_error(refused.__cause__)
+            assignment, end = agree(meet, planning, propose, save.draw_ticket)
+            if end.failed is None:
+                save.agree(assignment.ticket)
         finally:
             self._gate_seconds = (
                 GATE_SECONDS_AFTER_A_MISS if watch.let_training_go else GATE_SECONDS
             )
             group.planning = ""
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # a traceback retains this frame
-        self._stray.clear()
-        agreed.take(assignment.plan)
-        if failure is not None:
-            raise failure
-        return begin_write(save, agreed)
+        if save.own:
+            self._stray = set(assignment.paths) - {name}
+        try:
+            if end.failed is not None:
+                if end.own is not None:
+                    save.record_error(end.own)
+                raise end.failed.error(repr(str(save.path)), group.rank_set.world, end.own)
+            assert planning is not None
+            planning.take(assignment.plan)
+            if end.late is not None:
+                raise end.late
+        finally:
+            del end  # a traceback retains this frame
+        return begin_write(save, planning)
 
     # ---- the planning thread -----------------------------------------------------------------
 
@@ -222,13 +212,11 @@ class RankContext:
     def _meet(self, watch: PeerWatch, name: str, message: bytes, answer: Answer) -> Met:
         """Meet the other ranks for the next entry, or the one after those that they have given up for other saves."""
         if self._meetings is None:
-            return Met(answer([message])[0])
+            return alone(message, answer)
         while True:
             self._entries += 1
             try:
-                return self._meetings.meet(
-                    self._entries, message, watch.told_of(answer), watch.look, name
-                )
+                return watch.meet(self._meetings, self._entries, name, message, answer)
             except GivenUp as stop:
                 if not (name and stop.name) or stop.name == name:
                     raise RankLostError(stop.why) from None
@@ -249,7 +237,7 @@ class RankContext:
         the others give the meeting up: it is another save's, and this rank's is the next.
         """
         if self.group.detector is None:
-            return Met(answer([message])[0])
+            return alone(message, answer)
         if self._dcp_thread is threading.current_thread():
             raise SaveFailedError(
                 "a signal handler cannot call dcp.save() or dcp.async_save() while it interrupts a save that the ranks "
@@ -263,8 +251,8 @@ class RankContext:
                 while True:
                     self._dcp_entries += 1
                     try:
-                        return self._dcp_meetings.meet(
-                            self._dcp_entries, message, watch.told_of(answer), watch.look, name
+                        return watch.meet(
+                            self._dcp_meetings, self._dcp_entries, name, message, answer
                         )
                     except GivenUp as stop:
                         if not stop.early:
@@ -314,9 +302,7 @@ class RankContext:
 
 
 # No closure: the traceback of an error would keep what it has.
-def _propose(
-    save: SaveOperation, planning: SavePlanning | None
-) -> tuple[SaveName, SavePlanning, bytes]:
+def _propose(save: SaveOperation, planning: SavePlanning | None) -> bytes:
     if save.error is not None:
         raise save.error  # also if this rank leaves the save out
     assert planning is not None
@@ -328,8 +314,8 @@ def _propose(
             "of the two out"
         )
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    name = SaveName(save.directory().name, planning.kind, save.unused_writers)
-    return name, planning, plan
+    name = save.directory().name
+    return Proposal(name, planning.kind, save.unused_writers, plan).encode()
 
 
 def _last_part(path: object) -> str:

@@ -54,7 +54,7 @@ class Carrier:
         """Carry the checkpoint that ``attempt`` has committed at ``source``. Returns when the copy is committed.
 
         Tries again, without end, what storage refuses. The ranks meet when their files are there; the first one then
-        commits the copy. A rank that fails gives the meeting up, and with it this checkpoint.
+        commits the copy, unless a rank has failed.
 
         Raises:
             SaveAbandonedError: the process ends.
@@ -63,15 +63,19 @@ class Carrier:
                 type on every rank.
         """
         number = (attempt.incarnation << 64) + attempt.sequence
-        with self._work.telling(number):
+        committed: Committed
+
+        def write() -> bytes:
+            nonlocal committed
             committed = self.until_done(lambda: self._write(source, attempt, target), target)
+            return b""
 
         def commit(_: Sequence[bytes]) -> bytes:
             self.until_done(lambda: _commit(committed, target), target)
             return b""
 
         try:
-            self._work.meet(number, b"", commit, "archiving to", target)
+            self._work.do(number, write, commit, "archiving to", target)
         except DataStatesError:
             with contextlib.suppress(StorageError):
                 if self._work.world > 1 and _is_carried(target, attempt):

@@ -205,18 +205,21 @@ class Publisher:
     def _publish(self, path: Location, attempt: Attempt) -> None:
         began, share = time.monotonic(), self._share
         begin = ((attempt.incarnation << 64) + attempt.sequence) * 2
-        held = str(share.held).encode()
-        met = self._work.meet(begin, held, self._begin, "publishing the weights of", path)
+        doing, held = "publishing the weights of", str(share.held).encode()
+        met = self._work.do(begin, lambda: held, self._begin, doing, path)
         number, base = map(int, met.split())
         if not number:
             logger.info("the weights of %s are left out: a newer checkpoint waits", path)
             return
-        with self._work.telling(begin + 1):
+        source: Source
+
+        def write() -> bytes:
+            nonlocal source
             source = self._opened(path, attempt)
             files = _files(source, self._work.world)
             mine = dict(list(files.items())[self._work.rank :: self._work.world])
             place = stored(version.version_path(self._root, number))
-            written = share.write(source, mine, place, base)
+            return json.dumps(asdict(share.write(source, mine, place, base))).encode()
 
         def publish(messages: Sequence[bytes]) -> bytes:
             parts = [Written(**json.loads(message)) for message in messages]
@@ -235,8 +238,7 @@ class Publisher:
             self._remove_old(number)
             return b""
 
-        told = json.dumps(asdict(written)).encode()
-        self._work.meet(begin + 1, told, publish, "publishing the weights of", path)
+        self._work.do(begin + 1, write, publish, doing, path)
         share.held = number if self._rules.delta else 0
 
     def _begin(self, messages: Sequence[bytes]) -> bytes:

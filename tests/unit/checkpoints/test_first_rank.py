@@ -37,7 +37,7 @@ class _Malice:
 )
 def test_what_a_stranger_writes_to_the_store_is_no_answer_and_runs_nothing(found):
     with pytest.raises(NoAnswerError, match=r"not tell the latest.* does another program write"):
-        first_rank._told(found, "rank 0 did not tell the latest")
+        first_rank._told(found, 0, "the latest")
     assert not _Malice.ran
     pickle.loads(pickle.dumps(_Malice()))
     assert _Malice.ran, "the pickle must be able to do harm, or this test shows nothing"

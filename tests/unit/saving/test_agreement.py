@@ -2,23 +2,23 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_datastates.commit.joint_steps import StepEnd
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, SaveFailedError
 from dcp_datastates.ranks.meetings import Met
-from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
+from dcp_datastates.saving.agreement import Assignment, Proposal, agree
 from dcp_datastates.saving.operation import LEFT_OUT, Ticket
 from dcp_datastates.storage.attempt import Attempt
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NUMBERS = st.integers(0, (1 << 63) - 1)
 MESSAGES = st.one_of(
-    st.builds(
-        Proposal, st.builds(SaveName, TEXT, TEXT), st.binary(), st.none() | st.tuples(TEXT, TEXT)
-    ),
+    st.builds(Proposal, TEXT, TEXT, NUMBERS, st.binary()),
     st.builds(
         Assignment,
         st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS),
@@ -57,18 +57,15 @@ def _refused(error):
     def propose():
         raise error
 
-    return propose
+    return None, propose
 
 
-def _meaning(path="c", kind="k"):
-    def propose():
-        return SaveName(path, kind), _Planning(), path.encode()
-
-    return propose
+def _meaning(path="c", kind="k", planning=None):
+    return planning or _Planning(), Proposal(path, kind, plan=path.encode()).encode
 
 
 def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
-    """What :func:`agree` returns, or raises, on each rank."""
+    """What :func:`agree` returns on each rank; or that the save is left out there."""
     world = len(proposals)
     sent, answered, both = [b""] * world, [b""] * world, threading.Barrier(world)
 
@@ -82,8 +79,8 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
             return Met(answered[rank])
 
         try:
-            return agree(meet, proposals[rank], draw)[1]
-        except (NotAgreed, CheckpointSkipped) as error:
+            return agree(meet, *proposals[rank], draw)
+        except CheckpointSkipped as error:
             return error
 
     with ThreadPoolExecutor(world) as pool:
@@ -92,7 +89,7 @@ def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
 
 def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
     for found in _outcomes(_meaning(), _meaning(), _meaning()):
-        assert found == Assignment((1, 2, 3), b"c+c+c")
+        assert found == (Assignment((1, 2, 3), b"c+c+c"), StepEnd(ANY))
 
 
 @pytest.mark.parametrize(
@@ -103,11 +100,11 @@ def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
 def test_ranks_that_mean_different_saves_are_all_told_so(different, word, rank):
     proposals = [_meaning()] * 3
     proposals[rank] = different
-    for found in _outcomes(*proposals):
-        told = found.told("'c'", 3)
+    for found, end in _outcomes(*proposals):
+        told = end.failed.error("'c'", 3)
         assert isinstance(told, SaveFailedError)
         assert word in str(told)
-        assert set(found.paths) == {each()[0].path for each in proposals}
+        assert set(found.paths) == {Proposal.decode(propose()).path for _, propose in proposals}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -115,18 +112,18 @@ def test_one_ranks_error_is_told_to_all_with_its_type_and_is_the_cause_there(ran
     error = ConfigurationError("no such option")
     proposals = [_meaning(), _meaning()]
     proposals[rank] = _refused(error)
-    for at, found in enumerate(_outcomes(*proposals)):
-        assert isinstance(found.told("'c'", 2), ConfigurationError)
-        assert f"rank {rank} of 2: no such option" in str(found.told("'c'", 2))
-        assert found.__cause__ is (error if at == rank else None)
+    for at, (_, end) in enumerate(_outcomes(*proposals)):
+        assert isinstance(end.failed.error("'c'", 2), ConfigurationError)
+        assert f"rank {rank} of 2: no such option" in str(end.failed.error("'c'", 2))
+        assert end.own is (error if at == rank else None)
 
 
 def test_an_error_of_the_coordinator_is_told_to_all():
     def draw():
         raise OSError("no space")
 
-    for found in _outcomes(_meaning(), _meaning(), draw=draw):
-        assert "rank 0 of 2: OSError: no space" in str(found.told("'c'", 2))
+    for _, end in _outcomes(_meaning(), _meaning(), draw=draw):
+        assert "rank 0 of 2: OSError: no space" in str(end.failed.error("'c'", 2))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -134,7 +131,7 @@ def test_a_save_that_one_rank_leaves_out_is_skipped_by_all_and_the_coordinator_h
     rank,
 ):
     planning = _Planning()
-    proposals = [lambda: (SaveName("c", "k"), planning, b"c")] * 2
+    proposals = [_meaning(planning=planning)] * 2
     proposals[rank] = _refused(CheckpointSkipped(LEFT_OUT))
     outcomes = _outcomes(*proposals)
     assert [type(each) for each in outcomes] == [CheckpointSkipped] * 2
@@ -143,5 +140,5 @@ def test_a_save_that_one_rank_leaves_out_is_skipped_by_all_and_the_coordinator_h
 
 def test_a_rank_alone_gets_its_own_error():
     error = ValueError("mine")
-    (found,) = _outcomes(_refused(error))
-    assert found.told("'c'", 1) is error
+    ((_, end),) = _outcomes(_refused(error))
+    assert end.failed.error("'c'", 1, end.own) is error
