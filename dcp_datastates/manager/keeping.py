@@ -56,6 +56,11 @@ class Keeping:
         *,
         publish: Weights | None,
     ) -> None:
+        if len(steps.roots) == 1 and (archive_every, archive_keep, archive_rate) != (1, None, None):
+            raise ConfigurationError(
+                f"archive_every={archive_every!r}, archive_keep={archive_keep!r} and archive_rate={archive_rate!r} are "
+                f"for an archive, and there is none: give archive=…, or leave them out"
+            )
         self._steps = steps
         self._saves = saves
         self._keep = keep
@@ -125,17 +130,15 @@ class Keeping:
         """A save has begun, and is not planned yet: archive it if it is its turn, and publish its weights. Every rank
         calls this for every save.
         """
-        if (
-            self._publisher is not None
-        ):  # first: it holds what is committed before anything deletes it
+        # First: it holds what is committed before anything deletes it.
+        if self._publisher is not None:
             self._publisher.follow(save)
         self._count += 1
         turns = self._archives if (self._count - 1) % self._every == 0 else []
         for archive, then in zip(turns, self._then, strict=bool(turns)):
             archived = archive_save(save, archive.slow, self._rate, then)
-            when_done(
-                archived, lambda _: self._request_deletions()
-            )  # what is kept until then may be old
+            # What is kept until then may be old.
+            when_done(archived, lambda _: self._request_deletions())
 
     def follow(self, handle: SaveHandle) -> None:
         """A save is on its way."""

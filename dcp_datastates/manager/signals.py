@@ -48,6 +48,10 @@ class Signals:
                 raise ConfigurationError(
                     f"on_signal={number.name}: the system lets no program handle it ({error.strerror})"
                 ) from None
+        if deadline is not None and not self._before:
+            raise ConfigurationError(
+                f"deadline={deadline!r} counts from a signal, and on_signal names none; give one, such as (signal.SIGTERM,)"
+            )
 
     def stop(self) -> None:
         """The job ends: the deadline counts from the signal, or, if it came to another rank, from now."""
