@@ -56,7 +56,7 @@ BUDGETS = {
     "io": 2_424,
     "lightning": 722,
     "loading": 1_631,
-    "manager": 4_455,
+    "manager": 4_450,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_773,

@@ -140,13 +140,8 @@ class CheckpointManager:
         self._saves = SaveTracker(max_failures, max_in_flight=config.max_in_flight)
         self._journal = Journal(self.root, self._rank_set, parse_flag("journal", journal))
         if self._journal.only_audits:  # which changes nothing in any tier
-            publish, roots, archive_every, archive_keep, archive_rate = (
-                None,
-                roots[:1],
-                1,
-                None,
-                None,
-            )
+            publish, roots = None, roots[:1]
+            archive_every, archive_keep, archive_rate = 1, None, None
         rules = self._keep, archive_every, archive_keep, archive_rate
         tiers = StepDirectories(roots, verify)
         self._keeping = Keeping(tiers, self._saves, self._rank_set, *rules, publish=publish)

@@ -50,7 +50,7 @@ class Signals:
                 ) from None
         if deadline is not None and not self._before:
             raise ConfigurationError(
-                f"deadline={deadline!r} counts from a signal, and on_signal names none; give one, such as (signal.SIGTERM,)"
+                f"deadline={deadline!r} counts from a signal, and on_signal names none; give one, such as SIGTERM"
             )
 
     def stop(self) -> None:
