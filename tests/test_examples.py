@@ -278,13 +278,18 @@ def test_a_data_loader_goes_on_at_another_number_of_ranks(tmp_path):
 
 def test_each_save_is_told_of_by_its_record(tmp_path):
     pytest.importorskip("prometheus_client")
-    ended = train(write(tmp_path, example("monitoring")))
+    counted = 'dcp_datastates_saves_total{outcome="committed"} 4.0'
+    read = "prometheus_client.generate_latest().decode()"
+    # Counted in the background, a moment after the outcome is known.
+    wait = f"while {counted!r} not in {read}:\n    time.sleep(0.01)\n"
+    source = example("monitoring").replace(f"print({read})", f"import time\n{wait}print({read})")
+    ended = train(write(tmp_path, source))
     lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines] == [0, 1, 2, 7]
     assert {line["outcome"] for line in lines} == {"committed"}
     assert ended.stdout.count("committed") >= 4
     assert "[1, 2] 2\n" in ended.stdout
-    assert 'dcp_datastates_saves_total{outcome="committed"} 4.0' in ended.stdout
+    assert counted in ended.stdout
 
 
 def test_a_program_that_has_changed_goes_on(tmp_path):

@@ -375,9 +375,9 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    from dcp_datastates.commit.place import Place
+    from dcp_datastates.storage import claims
 
-    other, check, closed = DataStatesWriter(tmp_path / "other"), Place.check_overwrite, []
+    other, check, closed = DataStatesWriter(tmp_path / "other"), claims.check_absent, []
 
     def close_other(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -385,7 +385,7 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
             closed.append(True)
         check(*args)
 
-    monkeypatch.setattr(Place, "check_overwrite", close_other)
+    monkeypatch.setattr(claims, "check_absent", close_other)
     one = job(async_mode="disabled")
     one.step()
     one.manager.save(1)
