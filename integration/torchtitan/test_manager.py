@@ -375,17 +375,17 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    from dcp_datastates.storage import claims
+    from dcp_datastates.commit.place import Place
 
-    other, check, closed = DataStatesWriter(tmp_path / "other"), claims.check_absent, []
+    other, publish, closed = DataStatesWriter(tmp_path / "other"), Place.publish, []
 
     def close_other(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             other.close()
             closed.append(True)
-        check(*args)
+        publish(*args)
 
-    monkeypatch.setattr(claims, "check_absent", close_other)
+    monkeypatch.setattr(Place, "publish", close_other)
     one = job(async_mode="disabled")
     one.step()
     one.manager.save(1)
