@@ -22,7 +22,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere, local_tensor
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, shards_of
@@ -80,6 +80,8 @@ class Fitting:
         """The values of the state, by the program's names; also those that it did not have."""
         self._puts: dict[str, KeyPath] = {}
         """Where objects, empty dicts, and what the state did not have go in it, by the program's names."""
+        self._before: dict[str, torch.Tensor] = {}
+        """The tensors of the state in whose place others are read, as their memory is others', too."""
         self.objects: dict[str, Any] = {}
         """The values of objects that were read, by their stored names."""
 
@@ -105,8 +107,9 @@ class Fitting:
         tensors, tensor_olds, targets = (
             list(compress(each, are_tensors)) for each in (wanted, olds, wanted.values())
         )
-        for row in self._overlapping(tensors, targets) if self._replaced else ():
+        for row in self._overlapping(tensors, targets) if self._filled else ():
             name = tensors[row]
+            self._before[name] = targets[row]
             self._values[name] = targets[row] = torch.empty_like(targets[row])
             self._puts[name] = paths[name]
         shapes = stored.shapes_if_same(tensor_olds, targets)
@@ -140,12 +143,11 @@ class Fitting:
     def deliver(self) -> None:
         """All was read: put objects, and what the state did not have, into it."""
         for name, path in self._puts.items():
-            old = self.names.get(name)
-            put(
-                self._state,
-                path,
-                self.objects[old] if old in self.objects else self._values.get(name),
-            )
+            old, before = self.names.get(name), self._before.get(name)
+            value = self.objects[old] if old in self.objects else self._values.get(name)
+            # What had one memory, and was saved with one value, has one memory still.
+            if before is None or not torch.equal(_bytes(before), _bytes(value)):
+                put(self._state, path, value)
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` of all :attr:`names`, nested as they were saved."""
@@ -250,15 +252,28 @@ class Fitting:
         return found
 
     def _overlapping(self, names: list[str], tensors: list[Any]) -> list[int]:
-        """The rows of those in an object that have memory in common with others of the state: one that begins with the
-        tensors of a model may have been saved with its own.
+        """The rows of those whose memory is also that of others in the state, which may have been saved with other
+        values: in an object, all; in a dict, those that are a tensor outside of dicts and objects.
         """
-        plain = [t for t in self._values.values() if type(t) in (*PLAIN_TYPES, DTensor)]
-        storages, owners = by_storage(plain)
+        filled, replaced = (_beginnings(each) for each in (self._filled, self._replaced))
+        within = [row for row, name in enumerate(names) if name.startswith(filled)]
+        if not within:
+            return []
+        plain = {n: t for n, t in self._values.items() if type(t) in (*PLAIN_TYPES, DTensor)}
+        storages, owners = by_storage(list(plain.values()))
         times = Counter(storages)
-        found = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
-        pairs = enumerate(zip(names, tensors, strict=True))
-        return [row for row, (n, t) in pairs if id(t) in found and is_under(n, self._replaced)]
+        common = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
+        outside = {
+            _memory(each)
+            for name, each in plain.items()
+            if id(each) in common and not name.startswith(filled)
+        }
+        return [
+            row
+            for row in within
+            if id(tensors[row]) in common
+            and (names[row].startswith(replaced) or _memory(tensors[row]) in outside)
+        ]
 
     def _opened(self) -> frozenset[str]:
         """The names of wrapper subclasses in the state, of which the checkpoint has the parts."""
@@ -319,6 +334,21 @@ class Fitting:
         raise IncompatibleStateError(
             "\n".join(lines), missing=missing, unexpected=unexpected, unfit=unfit
         )
+
+
+def _beginnings(parts: Iterable[str]) -> tuple[str, ...]:
+    """How the names within these parts begin."""
+    return tuple(f"{part}." for part in parts)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Where it lies, and its shape."""
+    local = local_tensor(tensor)
+    return local.data_ptr(), local.shape
+
+
+def _bytes(tensor: Any) -> torch.Tensor:
+    return local_tensor(tensor).detach().reshape(-1).view(torch.uint8)
 
 
 def _guess(name: str, unexpected: list[str]) -> str:

@@ -255,6 +255,30 @@ def test_an_object_that_begins_with_the_tensors_of_a_model_receives_its_own(name
             assert torch.equal(same.state["w"], average.state["w"])
 
 
+@pytest.mark.parametrize("names", [["model", "best"], ["best", "model"]], ids=str)
+def test_a_dict_that_begins_with_the_tensors_of_a_model_receives_its_own(names, tmp_path):
+    def made(trained):
+        model = torch.nn.Linear(3, 3)
+        best = {
+            "weight": model.weight.detach() + 1 if trained else model.weight,
+            "bias": model.bias,
+        }
+        tied = torch.zeros(9)
+        parts = {"model": model, "best": {**best, "tied": tied, "again": tied}}
+        return model, parts["best"], {name: parts[name] for name in names}
+
+    model, best, state = made(trained=True)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        again, same, fresh = made(trained=False)
+        checkpoints.restore(0, fresh)
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(same["weight"], best["weight"])
+    # These were saved with one value: they have one memory still.
+    assert same["bias"] is again.bias
+    assert same["tied"] is same["again"]
+
+
 @marks
 @pytest.mark.parametrize("state", [{1: re.IGNORECASE}, {"a": re.IGNORECASE, "b": {}}], ids=str)
 def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(
