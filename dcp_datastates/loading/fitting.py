@@ -22,7 +22,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere, local_tensor
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, shards_of
@@ -250,13 +250,18 @@ class Fitting:
         return found
 
     def _overlapping(self, names: list[str], tensors: list[Any]) -> list[int]:
-        """The rows of those in an object that have memory in common with others of the state: one that begins with the
-        tensors of a model may have been saved with its own.
+        """The rows of those in an object that have bytes in common with others of the state: one that begins with the
+        tensors of a model may have been saved with its own. (Pieces of one buffer have none, and are filled in place.)
         """
         plain = [t for t in self._values.values() if type(t) in (*PLAIN_TYPES, DTensor)]
         storages, owners = by_storage(plain)
-        times = Counter(storages)
-        found = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
+        times, found, before, ends_at, widest = Counter(storages), set[int](), 0, 0, 0
+        shared = {id(t) for s, t in zip(storages, owners, strict=True) if times[s] > 1}
+        for storage, begin, end, each in sorted(map(_span, [t for t in plain if id(t) in shared])):
+            if storage == before and begin < min(end, ends_at):
+                found |= {widest, each}
+            if storage != before or end > ends_at:
+                before, ends_at, widest = storage, end, each
         pairs = enumerate(zip(names, tensors, strict=True))
         return [row for row, (n, t) in pairs if id(t) in found and is_under(n, self._replaced)]
 
@@ -327,6 +332,15 @@ def _guess(name: str, unexpected: list[str]) -> str:
     like = [each for each in unexpected if each.rpartition(".")[2] == last] or unexpected
     near = difflib.get_close_matches(name, like[:_GUESSES], 1)
     return f" (was it {near[0]!r}?)" if near else ""
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """Where the tensor lies: its storage, the first byte there and the one after the last; and which tensor it is."""
+    memory = local_tensor(tensor)
+    steps = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
+    begin = memory.storage_offset() * memory.element_size()
+    end = begin + (1 + steps) * memory.element_size() * bool(memory.numel())
+    return id(memory.untyped_storage()), int(begin), int(end), id(tensor)
 
 
 def _is_empty(value: object) -> bool:
