@@ -8,7 +8,6 @@ import difflib
 import io
 import logging
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
@@ -28,7 +27,6 @@ from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.staging.ownership import by_storage
 
 logger = logging.getLogger(__name__)
 
@@ -252,27 +250,28 @@ class Fitting:
         return found
 
     def _overlapping(self, names: list[str], tensors: list[Any]) -> list[int]:
-        """The rows of those whose memory is also that of others in the state, which may have been saved with other
-        values: in an object, all; in a dict, those that are a tensor outside of dicts and objects.
+        """The rows of those that have bytes in common with others of the state, and may have been saved with other
+        values: in an object, all; in a dict, those that are a tensor outside of dicts and objects. (Pieces of one
+        buffer have no byte in common, and are filled in place.)
         """
-        filled, replaced = (_beginnings(each) for each in (self._filled, self._replaced))
+        filled, replaced = (
+            tuple(f"{part}." for part in parts) for parts in (self._filled, self._replaced)
+        )
         within = [row for row, name in enumerate(names) if name.startswith(filled)]
         if not within:
             return []
-        plain = {n: t for n, t in self._values.items() if type(t) in (*PLAIN_TYPES, DTensor)}
-        storages, owners = by_storage(list(plain.values()))
-        times = Counter(storages)
-        common = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
-        outside = {
-            _memory(each)
-            for name, each in plain.items()
-            if id(each) in common and not name.startswith(filled)
+        spans = {
+            name: _span(value)
+            for name, value in self._values.items()
+            if type(value) in (*PLAIN_TYPES, DTensor)
         }
+        common = _common(spans)
+        outside = {spans[name] for name in common if not name.startswith(filled)}
         return [
             row
             for row in within
-            if id(tensors[row]) in common
-            and (names[row].startswith(replaced) or _memory(tensors[row]) in outside)
+            if (name := names[row]) in common
+            and (name.startswith(replaced) or spans[name] in outside)
         ]
 
     def _opened(self) -> frozenset[str]:
@@ -336,17 +335,6 @@ class Fitting:
         )
 
 
-def _beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """How the names within these parts begin."""
-    return tuple(f"{part}." for part in parts)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    """Where it lies, and its shape."""
-    local = local_tensor(tensor)
-    return local.data_ptr(), local.shape
-
-
 def _bytes(tensor: Any) -> torch.Tensor:
     return local_tensor(tensor).detach().reshape(-1).view(torch.uint8)
 
@@ -357,6 +345,28 @@ def _guess(name: str, unexpected: list[str]) -> str:
     like = [each for each in unexpected if each.rpartition(".")[2] == last] or unexpected
     near = difflib.get_close_matches(name, like[:_GUESSES], 1)
     return f" (was it {near[0]!r}?)" if near else ""
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the tensor's first byte, and that after its last one."""
+    memory = local_tensor(tensor)
+    is_strided = type(memory) in PLAIN_TYPES and memory.layout is torch.strided
+    if not is_strided or memory.is_meta or not memory.numel():
+        return 0, 0
+    steps = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
+    return memory.data_ptr(), memory.data_ptr() + (1 + steps) * memory.element_size()
+
+
+def _common(spans: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The names of those that have a byte in common with another one."""
+    found: set[str] = set()
+    widest, ends_at = "", 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda each: each[1]):
+        if begin < min(end, ends_at):
+            found |= {widest, name}
+        if end > ends_at:
+            widest, ends_at = name, end
+    return found
 
 
 def _is_empty(value: object) -> bool:

@@ -26,9 +26,9 @@ from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_values, load_with
+from dcp_datastates.loading.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.manager.optimizers import OptimizerPart
 from dcp_datastates.manager.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize

@@ -279,6 +279,19 @@ def test_a_dict_that_begins_with_the_tensors_of_a_model_receives_its_own(names, 
     assert same["tied"] is same["again"]
 
 
+def test_an_object_whose_tensors_are_pieces_of_one_buffer_is_filled_in_place(tmp_path):
+    buffer = torch.ones(12)
+    pieces = {"a": buffer[:4], "b": buffer[4:].view(2, 4).t(), "none": buffer[2:2]}
+    state = {"flat": Stateful(dict(pieces))}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        checkpoints.wait()
+        buffer.zero_()
+        checkpoints.restore(0, state)
+    assert buffer.all()
+    assert all(state["flat"].state[name] is piece for name, piece in pieces.items())
+
+
 @marks
 @pytest.mark.parametrize("state", [{1: re.IGNORECASE}, {"a": re.IGNORECASE, "b": {}}], ids=str)
 def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(
