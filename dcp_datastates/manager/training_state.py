@@ -1,6 +1,6 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are named as in ``models.py`` and ``optimizers.py``, and everything else is as DCP has it; but
+Models and optimizers are named as in ``loading/models.py`` and ``optimizers.py``, and everything else is as DCP has it; but
 what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
