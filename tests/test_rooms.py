@@ -45,7 +45,7 @@ the package's own folder (errors, configuration)."""
 
 BUDGETS = {
     "": 1_514,
-    "checkpoints": 2_506,
+    "checkpoints": 2_512,
     "cli": 1_006,
     "commit": 1_573,
     "conversion": 2_054,
@@ -55,26 +55,26 @@ BUDGETS = {
     "huggingface": 1_121,
     "io": 2_424,
     "lightning": 722,
-    "loading": 1_631,
-    "manager": 4_450,
+    "loading": 1_974,
+    "manager": 4_147,
     "megatron": 287,
     "monitoring": 224,
     "planning": 2_773,
     "process": 857,
     "ranks": 2_078,
     "saving": 1_969,
-    "sharing": 690,
+    "sharing": 692,
     "staging": 1_907,
     "storage": 3_455,
-    "tiers": 2_144,
+    "tiers": 2_146,
     "torchtitan": 471,
-    "weights": 922,
+    "weights": 920,
     "wire": 644,
 }
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_123}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_196}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

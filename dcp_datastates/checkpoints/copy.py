@@ -30,7 +30,7 @@ from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import attempts, decisions, local, local_store, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.object_path import AnyPath, Location, locate, stored
+from dcp_datastates.storage.object_path import AnyPath, Location, leave_copy, locate, stored
 from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile
 
@@ -112,9 +112,15 @@ def copies(committed: Committed, target: Location, records: Sequence[FileRecord]
             done(record.nbytes)
             return
         path = stored(target) / record.relative_path
-        pieces = checked_pieces(committed.directory, record, done)
-        with operations.during(_PHASE):
-            put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
+        while True:
+            pieces = checked_pieces(committed.directory, record, done)
+            try:
+                with operations.during(_PHASE):
+                    put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
+                return
+            except CheckpointCorruptError as error:
+                if not leave_copy(committed.directory / record.relative_path, error):
+                    raise
 
     return [partial(unit, record) for record in records]
 

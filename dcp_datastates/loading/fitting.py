@@ -8,7 +8,6 @@ import difflib
 import io
 import logging
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, compress
@@ -22,13 +21,12 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.reads import Reads
-from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere
+from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere, local_tensor
 from dcp_datastates.io.unpickling import unpickled
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored, shards_of
 from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.job_log import once_per_job
-from dcp_datastates.staging.ownership import by_storage
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +78,8 @@ class Fitting:
         """The values of the state, by the program's names; also those that it did not have."""
         self._puts: dict[str, KeyPath] = {}
         """Where objects, empty dicts, and what the state did not have go in it, by the program's names."""
+        self._before: dict[str, torch.Tensor] = {}
+        """The tensors of the state in whose place others are read, as their memory is others', too."""
         self.objects: dict[str, Any] = {}
         """The values of objects that were read, by their stored names."""
 
@@ -105,8 +105,9 @@ class Fitting:
         tensors, tensor_olds, targets = (
             list(compress(each, are_tensors)) for each in (wanted, olds, wanted.values())
         )
-        for row in self._overlapping(tensors, targets) if self._replaced else ():
+        for row in self._overlapping(tensors, targets) if self._filled else ():
             name = tensors[row]
+            self._before[name] = targets[row]
             self._values[name] = targets[row] = torch.empty_like(targets[row])
             self._puts[name] = paths[name]
         shapes = stored.shapes_if_same(tensor_olds, targets)
@@ -140,12 +141,11 @@ class Fitting:
     def deliver(self) -> None:
         """All was read: put objects, and what the state did not have, into it."""
         for name, path in self._puts.items():
-            old = self.names.get(name)
-            put(
-                self._state,
-                path,
-                self.objects[old] if old in self.objects else self._values.get(name),
-            )
+            old, before = self.names.get(name), self._before.get(name)
+            value = self.objects[old] if old in self.objects else self._values.get(name)
+            # What had one memory, and was saved with one value, has one memory still.
+            if before is None or not torch.equal(_bytes(before), _bytes(value)):
+                put(self._state, path, value)
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` of all :attr:`names`, nested as they were saved."""
@@ -250,15 +250,29 @@ class Fitting:
         return found
 
     def _overlapping(self, names: list[str], tensors: list[Any]) -> list[int]:
-        """The rows of those in an object that have memory in common with others of the state: one that begins with the
-        tensors of a model may have been saved with its own.
+        """The rows of those that have bytes in common with others of the state, and may have been saved with other
+        values: in an object, all; in a dict, those that are a tensor outside of dicts and objects. (Pieces of one
+        buffer have no byte in common, and are filled in place.)
         """
-        plain = [t for t in self._values.values() if type(t) in (*PLAIN_TYPES, DTensor)]
-        storages, owners = by_storage(plain)
-        times = Counter(storages)
-        found = {id(o) for s, o in zip(storages, owners, strict=True) if times[s] > 1}
-        pairs = enumerate(zip(names, tensors, strict=True))
-        return [row for row, (n, t) in pairs if id(t) in found and is_under(n, self._replaced)]
+        filled, replaced = (
+            tuple(f"{part}." for part in parts) for parts in (self._filled, self._replaced)
+        )
+        within = [row for row, name in enumerate(names) if name.startswith(filled)]
+        if not within:
+            return []
+        spans = {
+            name: _span(value)
+            for name, value in self._values.items()
+            if type(value) in (*PLAIN_TYPES, DTensor)
+        }
+        common = _common(spans)
+        outside = {spans[name] for name in common if not name.startswith(filled)}
+        return [
+            row
+            for row in within
+            if (name := names[row]) in common
+            and (name.startswith(replaced) or spans[name] in outside)
+        ]
 
     def _opened(self) -> frozenset[str]:
         """The names of wrapper subclasses in the state, of which the checkpoint has the parts."""
@@ -321,12 +335,38 @@ class Fitting:
         )
 
 
+def _bytes(tensor: Any) -> torch.Tensor:
+    return local_tensor(tensor).detach().reshape(-1).view(torch.uint8)
+
+
 def _guess(name: str, unexpected: list[str]) -> str:
     """What ``name`` may have been called."""
     last = name.rpartition(".")[2]
     like = [each for each in unexpected if each.rpartition(".")[2] == last] or unexpected
     near = difflib.get_close_matches(name, like[:_GUESSES], 1)
     return f" (was it {near[0]!r}?)" if near else ""
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the tensor's first byte, and that after its last one."""
+    memory = local_tensor(tensor)
+    is_strided = type(memory) in PLAIN_TYPES and memory.layout is torch.strided
+    if not is_strided or memory.is_meta or not memory.numel():
+        return 0, 0
+    steps = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
+    return memory.data_ptr(), memory.data_ptr() + (1 + steps) * memory.element_size()
+
+
+def _common(spans: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The names of those that have a byte in common with another one."""
+    found: set[str] = set()
+    widest, ends_at = "", 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda each: each[1]):
+        if begin < min(end, ends_at):
+            found |= {widest, name}
+        if end > ends_at:
+            widest, ends_at = name, end
+    return found
 
 
 def _is_empty(value: object) -> bool:

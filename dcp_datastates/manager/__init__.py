@@ -1,7 +1,7 @@
 """Checkpoints for a training loop: when to save, what to keep, when to stop, where to go on."""
 
+from dcp_datastates.loading.models import Trainable
 from dcp_datastates.manager.manager import CheckpointManager
-from dcp_datastates.manager.models import Trainable
 from dcp_datastates.manager.per_rank import PerRank, RngState
 from dcp_datastates.manager.schedule import AutoInterval
 

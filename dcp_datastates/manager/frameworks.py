@@ -23,8 +23,8 @@ from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
+from dcp_datastates.loading.models import names_below
 from dcp_datastates.loading.session import Step, load_session
-from dcp_datastates.manager.models import names_below
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job

@@ -26,12 +26,12 @@ from torch.distributed.tensor import empty as empty_sharded
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.format.structure import Structure, put_together, taken_apart
-from dcp_datastates.loading.stored import Described, Stored
-from dcp_datastates.manager.models import (
+from dcp_datastates.loading.models import (
     Wrappers,
     fingerprint,
     parameters_of,
 )
+from dcp_datastates.loading.stored import Described, Stored
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 

@@ -122,12 +122,10 @@ class OwnUnits:
         need be in the place of the oldest that nobody uses. None: it has gone, all of the room is in use, or there are
         no such bytes. Waits for a read that has begun.
         """
-        kept = self._begun(unit, makes_room=True)
+        kept = self._begun(unit, is_used=True)
         if kept is None:
             yield None
             return
-        with self._lock:
-            kept.in_use += 1
         whole, part = None, None
         try:
             whole = kept.data.result()
@@ -148,18 +146,22 @@ class OwnUnits:
             for unit in list(self._kept):
                 self._drop(unit)
 
-    def _begun(self, unit: Unit, makes_room: bool = False) -> _Kept | None:
-        """What is kept of the unit, read here unless that was begun before. None: it has gone, or has no room."""
+    def _begun(self, unit: Unit, is_used: bool = False) -> _Kept | None:
+        """What is kept of the unit, read here unless that was begun before. None: it has gone, or has no room.
+        ``is_used``: makes room for it, and counts as a use from now on.
+        """
         with self._lock:
-            if (kept := self._kept.get(unit)) is not None or unit not in self._left:
-                return kept
-            if makes_room:
-                self._make_room(unit)
-            if unit.nbytes > self._room:
-                return None
-            self._room -= unit.nbytes
-            self._kept[unit] = kept = _Kept()
-        self._fill(unit, kept)
+            if is_new := (kept := self._kept.get(unit)) is None and unit in self._left:
+                if is_used:
+                    self._make_room(unit)
+                if unit.nbytes > self._room:
+                    return None
+                self._room -= unit.nbytes
+                self._kept[unit] = kept = _Kept()
+            if kept is not None:
+                kept.in_use += is_used
+        if kept is not None and is_new:
+            self._fill(unit, kept)
         return kept
 
     def _make_room(self, unit: Unit) -> None:

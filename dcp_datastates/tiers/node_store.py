@@ -291,7 +291,9 @@ class NodeStore:
                     raise answer
                 answers.append(answer)
         now = time.monotonic()
-        self._failing = {each: ends_at for each, ends_at in self._failing.items() if ends_at > now}
+        for name, ends_at in [*self._failing.items()]:  # other threads change it
+            if ends_at <= now:
+                self._failing.pop(name, None)
         return answers
 
     def _in_order(self, key: str) -> Sequence[Node]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import state_dict as unwrapped
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dcp_datastates.config import check_count, parse_duration, parse_flag
 from dcp_datastates.conversion.source import as_bytes
@@ -22,6 +20,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.loading.models import Wrappers, load_model_state, model_state
 from dcp_datastates.loading.stored import cut, shards_of
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage.object_path import AnyPath, Location, check_opens, locate
@@ -82,7 +81,7 @@ class WeightsVersion:
         """
         parse_flag("strict", strict)
         model = target if isinstance(target, torch.nn.Module) else None
-        given: Any = target if model is None else unwrapped.get_model_state_dict(model)
+        given: Any = target if model is None else model_state([model])
         state = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
         tensors = self.read()
         both = [name for name in state if name in tensors]
@@ -108,9 +107,8 @@ class WeightsVersion:
                 places = zip(*columns, strict=True)
                 for memory, (begins, sizes) in zip(held.memories, places, strict=True):
                     memory.copy_(cut(tensors[name], begins.tolist(), sizes.tolist()))
-        if model is not None and FullyShardedDataParallel.fsdp_modules(model):  # its state: copies
-            options = unwrapped.StateDictOptions(strict=False)
-            unwrapped.set_model_state_dict(model, given, options=options)
+        if model is not None and Wrappers.of(model).has_fsdp1:  # its state: copies
+            load_model_state([model], given, strict=False)
 
 
 class _Reader:
@@ -196,9 +194,9 @@ def follow(
         check_count("after", after)
     parse_flag("newest", newest)
     seconds = parse_duration(poll, name="poll")
-    ends = 0.0 if timeout == 0 else None
-    if timeout:
-        ends = parse_duration(timeout, name="timeout")
+    ends = None
+    if timeout is not None:
+        ends = 0.0 if timeout == 0 else parse_duration(timeout, name="timeout")
     place = locate(root, options=storage_options)
     check_opens(place)
     return _follow(place, after, newest, seconds, ends)

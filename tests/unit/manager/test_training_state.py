@@ -255,6 +255,43 @@ def test_an_object_that_begins_with_the_tensors_of_a_model_receives_its_own(name
             assert torch.equal(same.state["w"], average.state["w"])
 
 
+@pytest.mark.parametrize("names", [["model", "best"], ["best", "model"]], ids=str)
+def test_a_dict_that_begins_with_the_tensors_of_a_model_receives_its_own(names, tmp_path):
+    def made(trained):
+        model = torch.nn.Linear(3, 3)
+        best = {
+            "weight": model.weight.detach() + 1 if trained else model.weight,
+            "bias": model.bias,
+        }
+        tied = torch.zeros(9)
+        parts = {"model": model, "best": {**best, "tied": tied, "again": tied}}
+        return model, parts["best"], {name: parts[name] for name in names}
+
+    model, best, state = made(trained=True)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        again, same, fresh = made(trained=False)
+        checkpoints.restore(0, fresh)
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(same["weight"], best["weight"])
+    # These were saved with one value: they have one memory still.
+    assert same["bias"] is again.bias
+    assert same["tied"] is same["again"]
+
+
+def test_an_object_whose_tensors_are_pieces_of_one_buffer_is_filled_in_place(tmp_path):
+    buffer = torch.ones(12)
+    pieces = {"a": buffer[:4], "b": buffer[4:].view(2, 4).t(), "none": buffer[2:2]}
+    state = {"flat": Stateful(dict(pieces))}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        checkpoints.wait()
+        buffer.zero_()
+        checkpoints.restore(0, state)
+    assert buffer.all()
+    assert all(state["flat"].state[name] is piece for name, piece in pieces.items())
+
+
 @marks
 @pytest.mark.parametrize("state", [{1: re.IGNORECASE}, {"a": re.IGNORECASE, "b": {}}], ids=str)
 def test_a_state_that_is_stored_with_its_types_is_refused_before_anything_changes(

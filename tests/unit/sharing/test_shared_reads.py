@@ -317,6 +317,21 @@ def test_what_is_in_use_makes_no_room():
     assert _taken(units, _unit(2)) is not None
 
 
+def test_what_was_read_for_a_request_makes_no_room_before_it_is_used(monkeypatch):
+    units = _units(_Storage(), 1)
+    begun, others = units._begun, []
+
+    def ask_between(unit, **options):
+        kept = begun(unit, **options)
+        if unit == _unit(1):
+            others.append(_taken(units, _unit(2)))
+        return kept
+
+    monkeypatch.setattr(units, "_begun", ask_between)
+    assert _taken(units, _unit(1)) is not None
+    assert others == [None]
+
+
 def test_what_is_being_read_makes_no_room():
     storage = _Storage()
     storage.go_on.clear()

@@ -8,11 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from support.state.loops import manager
 from support.stores.harm import HarmProxy, cut_after, flipped_at, held_after
 from support.stores.nodes import Cluster
 from support.waiting import await_that
 
+import dcp_datastates
 from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import object_path
 from dcp_datastates.storage.object_store import ObjectMissingError
 from dcp_datastates.tiers import node_store
 from dcp_datastates.tiers.node import OtherNode
@@ -230,6 +234,20 @@ def test_what_lacks_copies_is_found_by_one_question_to_each_node(cluster, monkey
         assert [node.name for node in whole] == ["a"]
         assert len(lacking) == 1
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("damaged", [lambda data: data[:-9], lambda data: bytes(len(data))])
+def test_a_checkpoint_is_copied_from_the_nodes_that_have_it_whole(
+    damaged, cluster, tmp_path, monkeypatch
+):
+    store = cluster.store("a")
+    monkeypatch.setitem(object_path._openers, "ram", lambda root, key: store)
+    with manager("ram://run") as saves:
+        saves.save(1, {"w": torch.arange(9)})
+    for file in cluster.folders["a"].rglob("r00000-0*"):
+        file.write_bytes(damaged(file.read_bytes()))
+    copied = dcp_datastates.copy("ram://run/step-1", tmp_path / "copy")
+    assert dcp_datastates.verify(copied).whole
 
 
 def test_a_full_node_fails_the_put_with_enospc(tmp_path):
