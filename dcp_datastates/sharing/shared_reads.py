@@ -67,8 +67,8 @@ _KEPT_SECONDS: Final = 15.0
 """How long a rank whose own load has ended keeps what the others have not taken: longer than they wait for an answer.
 """
 
-_MOST_IDLE: Final = 32
-"""Connections to all other ranks together that are kept for later, if there are fewer ranks; else one to each."""
+_MOST_LINES: Final = 32
+"""Connections to all other ranks together, if there are fewer ranks; else one to each, which has a thread for each."""
 
 _THREAD_NAME: Final = "dcp_datastates-sharing"
 
@@ -205,11 +205,12 @@ class SharedReads:
         self._files: Final = {str(place / name): file for name, file in self._blocks.items()}
         self._in_order: Final = list(self._files.items())
         self._storage: Final = range_reader(place / name for name in self._blocks)
-        most_idle = max(1, _MOST_IDLE // max(1, len(share.addresses)))
+        lines = max(1, _MOST_LINES // max(1, len(share.addresses)))
         self._peers: Final = {
-            rank: Client([address], most_idle=most_idle)
-            for rank, address in share.addresses.items()
+            rank: Client([address], most_idle=lines) for rank, address in share.addresses.items()
         }
+        self._turns: Final = {rank: threading.BoundedSemaphore(lines) for rank in self._peers}
+        """Of the threads that ask a rank: more would be as many threads there, for each of thousands of ranks."""
         self._silent: set[int] = set()
         """Other ranks that are asked no more."""
         self._own: Final = {unit.begin: unit for unit in share.units if unit.owner == share.rank}
@@ -296,10 +297,12 @@ class SharedReads:
 
     def _asked(self, unit: Unit, begin: int, end: int) -> Buffer | None:
         """The bytes [begin, end) of another rank's unit; None if it does not give them."""
-        if unit.owner in self._silent:
+        peer, turns = self._peers[unit.owner], self._turns[unit.owner]
+        if not turns.acquire(timeout=_ANSWER_SECONDS):
             return None
-        peer = self._peers[unit.owner]
         try:
+            if unit.owner in self._silent:
+                return None
             words = ["unit", unit.begin, begin, end]
             _, data = peer.ask(words, most=end - begin, seconds=_ANSWER_SECONDS)
             if data.nbytes != end - begin:
@@ -317,6 +320,8 @@ class SharedReads:
                     *(unit.owner, *peer.addresses[0][:2], error),
                 )
             return None
+        finally:
+            turns.release()
 
     def _read_unit(self, unit: Unit) -> Buffer:
         at = bisect_right(self._in_order, unit.begin, key=lambda each: each[1].first) - 1

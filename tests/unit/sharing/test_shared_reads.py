@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +163,36 @@ def test_the_end_needs_no_thread(job, monkeypatch):
         job.ranks[1].end()
     with pytest.raises(OSError, match=r"refused"):
         connect(job.addresses[1])
+
+
+def test_few_threads_ask_one_rank_at_the_same_time(job, monkeypatch):
+    """Each has a thread there, and so have those of thousands of other ranks."""
+    asking, most, ask, lock = 0, 0, Client.ask, threading.Lock()
+
+    def slow_ask(*given, **options):
+        nonlocal asking, most
+        with lock:
+            asking += 1
+            most = max(most, asking)
+        time.sleep(0.01)
+        try:
+            return ask(*given, **options)
+        finally:
+            with lock:
+                asking -= 1
+
+    monkeypatch.setattr(shared_reads, "_MOST_LINES", 2)
+    monkeypatch.setattr(Client, "ask", slow_ask)
+    job.start(0)
+    job.start(1)
+    begins = range(0, NBYTES, BLOCK_BYTES)
+    with ThreadPoolExecutor(16) as threads, job.ranks[0].reading(job.needed) as read_range:
+
+        def read(begin):
+            return bytes(read_range(str(job.file), begin, min(begin + BLOCK_BYTES, NBYTES)))
+
+        assert b"".join(threads.map(read, begins)) == job.data
+    assert most == 2
 
 
 def test_files_that_are_left_and_checksum_tables_are_read_from_storage(job):
