@@ -180,7 +180,7 @@ def remove(
     states: Mapping[Attempt, State | None],
     beside: Sequence[str] = (),
 ) -> bool:
-    """Remove attempts, by what is decided about them, and then the keys ``beside``, but nothing of other programs. After
+    """Remove attempts, by what is decided about them, then the keys ``beside``, but nothing of other programs. After
     each step, an attempt is committed and whole, or deleted. Returns whether nothing of them stays.
 
     In a store, withdrawals stay for good: they keep their attempts from being committed by a process that wakes late.
