@@ -158,8 +158,8 @@ def _remove(
     path: ObjectPath, there: dict[Attempt, Contents], states: dict[Attempt, State], whole: bool
 ) -> bool:
     """Remove the attempts, all of which are decided; returns whether nothing of them is left."""
-    path.store.delete([(path / local.METADATA_NAME).key])
-    nothing_stays = attempts.remove(path, there, states)
+    shown = (path / local.METADATA_NAME).key
+    nothing_stays = attempts.remove(path, there, states, [shown])
     if not path.is_local:
         return nothing_stays
     if local_store.remove_folder(path.key, whole):

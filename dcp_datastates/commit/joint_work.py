@@ -54,20 +54,12 @@ class JointWork:
         ``doing`` and ``where``: the work, for the log and errors. Raises this rank's own error; the error that another
         rank tells, as one of its type; :class:`RankLostError`; and what :meth:`wait` raises.
         """
-        log = Wait(logger, f"{doing} {where}", first=_SAID_EVERY)
-
-        def look() -> None:
-            log.look("the other ranks")
-            self.wait(self._pause)
-            if log.seconds > self._patience:
-                raise RankLostError(f"a rank has not come within {log.seconds:.0f} s")
-            if lost := [] if self._detector is None else self._detector.losses():
-                raise Loss.error_of(lost)
 
         def meet(message: bytes, answers: Answer) -> Met:
             if self._meetings is None:
                 return alone(message, answers)
-            return self._meetings.meet(number, message, answers, look)
+            log = Wait(logger, f"{doing} {where}", first=_SAID_EVERY)
+            return self._meetings.meet(number, message, answers, lambda: self._look(log))
 
         end = together(meet, work, lambda notes: [answer(notes)] * len(notes))
         if end.failed is None:
@@ -80,4 +72,12 @@ class JointWork:
     def wait(self, seconds: float = 0.0) -> None:
         """Wait for so long. Raises :class:`SaveAbandonedError` if the process ends."""
         if self.closing.wait(max(0.0, seconds)):
-            raise SaveAbandonedError("the process was ending")
+            raise SaveAbandonedError(f"the process of rank {self.rank} was ending")
+
+    def _look(self, log: Wait) -> None:
+        log.look("the other ranks")
+        self.wait(self._pause)
+        if log.seconds > self._patience:
+            raise RankLostError(f"a rank has not come within {log.seconds:.0f} s")
+        if lost := [] if self._detector is None else self._detector.losses():
+            raise Loss.error_of(lost)

@@ -18,7 +18,7 @@ import errno
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -126,15 +126,12 @@ def is_taken(directory: Location) -> bool:
     if committed_attempt(directory) is not None:
         return True
     path = stored(directory) / METADATA_NAME
-    return path.is_local and _is_foreign(path)
-
-
-def _is_foreign(metadata: ObjectPath) -> bool:
-    """Whether there are metadata of another program, such as stock DCP. This package's copy says nothing."""
-    store, key = metadata.store, metadata.key
+    if not path.is_local:
+        return False
     try:
-        nbytes = store.size(key)
-        return _OURS not in bytes(store.get_range(key, max(0, nbytes - _END), nbytes))
+        nbytes = path.store.size(path.key)
+        # This package's copy says nothing.
+        return _OURS not in bytes(path.store.get_range(path.key, max(0, nbytes - _END), nbytes))
     except ObjectMissingError:
         return False
 
@@ -178,10 +175,13 @@ def remove_data(directory: ObjectPath, attempt: Attempt, rank: int, world: int) 
 
 
 def remove(
-    directory: ObjectPath, there: Mapping[Attempt, Contents], states: Mapping[Attempt, State | None]
+    directory: ObjectPath,
+    there: Mapping[Attempt, Contents],
+    states: Mapping[Attempt, State | None],
+    beside: Sequence[str] = (),
 ) -> bool:
-    """Remove attempts, by what is decided about them, but not what other programs have put there. After each step, an
-    attempt is committed and whole, or deleted. Returns whether nothing of them stays.
+    """Remove attempts, by what is decided about them, then the keys ``beside``, but nothing of other programs. After
+    each step, an attempt is committed and whole, or deleted. Returns whether nothing of them stays.
 
     In a store, withdrawals stay for good: they keep their attempts from being committed by a process that wakes late.
     """
@@ -189,7 +189,7 @@ def remove(
     for attempt in sorted(there):  # the newest last: until then, no older one takes its place
         if states[attempt] is State.COMMITTED:
             decisions.mark_deleted(directory, attempt)
-    store.delete([each.key for contents in there.values() for each in contents.data])
+    store.delete([*beside, *(each.key for found in there.values() for each in found.data)])
     forget(directory, there)
     decided = [each for each in there if states[each] in (State.COMMITTED, State.DELETED)]
     rest = [each for contents in there.values() for each in contents.others]

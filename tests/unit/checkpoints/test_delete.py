@@ -110,6 +110,7 @@ def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
         stays.append(committed(path))
         if stays[-1]:
             assert load_everything(path)["step"] == 3, step
+            assert (path / ".metadata").exists(), step  # what other tools look for
         if path.exists() and os.listdir(path):
             finish(path)
         assert not path.exists() or not os.listdir(path), step
