@@ -158,8 +158,12 @@ def _remove(
     path: ObjectPath, there: dict[Attempt, Contents], states: dict[Attempt, State], whole: bool
 ) -> bool:
     """Remove the attempts, all of which are decided; returns whether nothing of them is left."""
-    shown = (path / local.METADATA_NAME).key
-    nothing_stays = attempts.remove(path, there, states, [shown])
+    # Another program may have saved over it. Without files of its own, the metadata are damaged ones of this package.
+    names = [each.name for each in path.store.list(path.key).objects]
+    has_others = not all(name.startswith((".", "pin.")) for name in names)
+    is_theirs = has_others and attempts.has_foreign_metadata(path)
+    shown = [] if is_theirs else [(path / local.METADATA_NAME).key]
+    nothing_stays = attempts.remove(path, there, states, shown)
     if not path.is_local:
         return nothing_stays
     if local_store.remove_folder(path.key, whole):

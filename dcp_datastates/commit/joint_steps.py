@@ -64,9 +64,11 @@ def alone(message: bytes, answer: Answer) -> Met:
     return Met(answer([message])[0])
 
 
-def together(meet: Meet, work: Callable[[], bytes | Reason], answer: Answer) -> StepEnd:
+def together(
+    meet: Meet, work: Callable[[], bytes | Reason], answer: Answer, *, whole: bool = True
+) -> StepEnd:
     """Do a step with all ranks: ``work`` on each, which returns its note, or why it has failed; then ``answer`` on the
-    first.
+    first. ``whole``: whether errors are told with their arguments and attributes, which may be long.
 
     Raises this rank's own interrupt; and what ends this rank's wait in ``meet``, with this rank's own error as its
     cause.
@@ -81,7 +83,7 @@ def together(meet: Meet, work: Callable[[], bytes | Reason], answer: Answer) -> 
             if not reasons:
                 return [_DONE + each for each in answer([each[1:] for each in messages])]
         except BaseException as error:  # the other ranks wait for an answer
-            own, reasons = error, {0: Reason.of(error, whole=True)}
+            own, reasons = error, {0: Reason.of(error, whole)}
         return [_refusal(reasons)] * len(messages)
 
     try:
@@ -89,7 +91,7 @@ def together(meet: Meet, work: Callable[[], bytes | Reason], answer: Answer) -> 
             note = work()
             message = _refusal({0: note}) if isinstance(note, Reason) else _DONE + note
         except BaseException as error:  # the other ranks wait for it
-            own, message = error, _refusal({0: Reason.of(error, whole=True)})
+            own, message = error, _refusal({0: Reason.of(error, whole)})
         try:
             met = meet(message, answers)
             if met.answer.startswith(_DONE):

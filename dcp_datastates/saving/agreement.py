@@ -83,7 +83,8 @@ def agree(
     Raises :class:`CheckpointSkipped`, on all ranks, if one leaves the save out; an interrupt of this rank; and the
     errors of ``meet``.
     """
-    end = together(meet, propose, functools.partial(_answers, planning, draw))
+    answer = functools.partial(_answers, planning, draw)
+    end = together(meet, propose, answer, whole=False)
     try:
         if end.failed is None:
             assignment = Assignment.decode(end.answer)
@@ -98,7 +99,7 @@ def agree(
         return Assignment(), end
     finally:
         # The traceback of this rank's own error retains the frame of the step, and with it this one.
-        del meet, planning, propose, draw, end
+        del meet, planning, propose, draw, answer, end
 
 
 def _answers(

@@ -125,12 +125,14 @@ def is_taken(directory: Location) -> bool:
     """Whether a checkpoint is at ``directory``, of this package or, in a file system, another program's."""
     if committed_attempt(directory) is not None:
         return True
+    return stored(directory).is_local and has_foreign_metadata(directory)
+
+
+def has_foreign_metadata(directory: Location) -> bool:
+    """Whether there are ``.metadata`` of another program, such as stock DCP. This package's copy says nothing."""
     path = stored(directory) / METADATA_NAME
-    if not path.is_local:
-        return False
     try:
         nbytes = path.store.size(path.key)
-        # This package's copy says nothing.
         return _OURS not in bytes(path.store.get_range(path.key, max(0, nbytes - _END), nbytes))
     except ObjectMissingError:
         return False

@@ -245,6 +245,14 @@ def test_a_stock_checkpoint_is_left_alone(path, tmp_path):
     assert sorted(stock.rglob("*")) == before
 
 
+def test_what_another_program_has_saved_over_a_checkpoint_is_left_alone(path):
+    save_stock(path)
+    theirs = {each: each.read_bytes() for each in path.iterdir() if each.is_file()}
+    assert path / ".metadata" in theirs
+    delete(path)
+    assert {each: each.read_bytes() for each in path.iterdir()} == theirs
+
+
 def test_a_symbolic_link_is_refused_with_what_it_points_to(path, tmp_path):
     link = tmp_path / "latest"
     link.symlink_to(path)

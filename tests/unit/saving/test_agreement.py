@@ -64,6 +64,20 @@ def _meaning(path="c", kind="k", planning=None):
     return planning or _Planning(), Proposal(path, kind, plan=path.encode()).encode
 
 
+def test_a_long_error_is_told_in_short():
+    """All ranks may have it, and the first one reads it of each."""
+    sent = []
+
+    def meet(message, answer):
+        sent.append(message)
+        return Met(answer([message])[0])
+
+    error = SaveFailedError("no" * (1 << 20))
+    _, end = agree(meet, *_refused(error), lambda: None)
+    assert end.own is error
+    assert len(sent[0]) < 1 << 12
+
+
 def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3)):
     """What :func:`agree` returns on each rank; or that the save is left out there."""
     world = len(proposals)
