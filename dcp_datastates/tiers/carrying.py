@@ -59,8 +59,7 @@ class Carrier:
         Raises:
             SaveAbandonedError: the process ends.
             RankLostError: another rank has ended.
-            DataStatesError: the checkpoint was replaced or is damaged, or another one is at ``target``; of the same
-                type on every rank.
+            DataStatesError: on every rank: the checkpoint was replaced or is damaged, or another one is at ``target``.
         """
         number = (attempt.incarnation << 64) + attempt.sequence
         committed: Committed
