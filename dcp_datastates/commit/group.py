@@ -41,7 +41,7 @@ _CANCEL_SECONDS: Final = 10.0
 
 
 class AttachedContext(Protocol):
-    """What there is one of its kind of for a group, besides the group itself."""
+    """Belongs to a group, which has one of each kind."""
 
     def close(self) -> None:
         """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""

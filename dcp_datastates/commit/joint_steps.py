@@ -65,10 +65,11 @@ def alone(message: bytes, answer: Answer) -> Met:
 
 
 def together(
-    meet: Meet, work: Callable[[], bytes | Reason], answer: Answer, *, whole: bool = True
+    meet: Meet, work: Callable[[], bytes | Reason], answer: Answer, *, whole: bool = False
 ) -> StepEnd:
     """Do a step with all ranks: ``work`` on each, which returns its note, or why it has failed; then ``answer`` on the
-    first. ``whole``: whether errors are told with their arguments and attributes, which may be long.
+    first. ``whole``: whether errors are told with their arguments and attributes, which may be long, for
+    :meth:`StepEnd.error`.
 
     Raises this rank's own interrupt; and what ends this rank's wait in ``meet``, with this rank's own error as its
     cause.
@@ -104,8 +105,8 @@ def together(
             left.__cause__ = own or left.__cause__
             raise
         finally:
-            if not isinstance(own, Exception | None):
-                raise own from None
+            if own is not None and not isinstance(own, Exception):
+                raise own from own.__cause__  # an interrupt comes before all that came of it
     finally:
         del own  # its traceback retains this frame
 

@@ -190,10 +190,13 @@ class Ballot(protocol.Actions):
         self._voter.voted = round_.number
         end = self._together(lambda check: together(partial(self._poll, check), mine, self._count))
         self._apart, self._counted_at = None, time.time()
-        if end.failed is None:
+        failed = end.failed
+        if end.answer:
+            failed = Decision.failed(-1, SaveFailedError(end.answer.decode()))
+        if failed is None:
             round_.timeline.begin("publishing")
         hit("vote.after")
-        return end.failed
+        return failed
 
     def _poll(self, check: Callable[[], None], message: bytes, answers: Answer) -> Met:
         """Send this rank's vote up the tree; what all votes come to comes down it."""
@@ -202,14 +205,16 @@ class Ballot(protocol.Actions):
         return Met(self._tree.broadcast(answer, check))
 
     def _count(self, messages: Sequence[bytes]) -> Sequence[bytes]:
+        """Coordinator: take the votes. The answer says how they differ, if they do; no rank alone is to blame."""
         digests, self._reports, self._traces = zip(*map(decode_vote, messages), strict=True)
+        different = ""
         if len(set(digests)) > 1:
             round_ = self._round
-            raise SaveFailedError(
+            different = (
                 f"the ranks vote for different saves: rank 0 for attempt {round_.attempt and round_.attempt.name} at "
                 f"{str(round_.path)!r}"
             )
-        return [b""] * len(messages)
+        return [different.encode(errors="backslashreplace")] * len(messages)
 
     async def publish(self) -> Decision:
         self._say("publishing")

@@ -172,7 +172,7 @@ class LoadSession:
         self._next = Step(step + 1) if step < Step.READ else None
         mine, answered = self._parts(step, work, answer)
         try:
-            end = together(functools.partial(self._meet, step), mine, answered)
+            end = together(functools.partial(self._meet, step), mine, answered, whole=True)
         except RankLostError as lost:
             self._say_half_loaded(lost, step, lost.__cause__ is None)
             raise

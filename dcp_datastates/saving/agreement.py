@@ -83,8 +83,7 @@ def agree(
     Raises :class:`CheckpointSkipped`, on all ranks, if one leaves the save out; an interrupt of this rank; and the
     errors of ``meet``.
     """
-    answer = functools.partial(_answers, planning, draw)
-    end = together(meet, propose, answer, whole=False)
+    end = together(meet, propose, functools.partial(_answers, planning, draw))
     try:
         if end.failed is None:
             assignment = Assignment.decode(end.answer)
@@ -99,7 +98,7 @@ def agree(
         return Assignment(), end
     finally:
         # The traceback of this rank's own error retains the frame of the step, and with it this one.
-        del meet, planning, propose, draw, answer, end
+        del meet, planning, propose, draw, end
 
 
 def _answers(

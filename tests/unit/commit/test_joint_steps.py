@@ -29,7 +29,7 @@ def _ends(*works, answer=lambda notes: notes, check=lambda rank: lambda: None):
         def meet(message, answers):
             return meetings.meet(1, message, answers, check(rank))
 
-        return together(meet, works[rank], answer)
+        return together(meet, works[rank], answer, whole=True)
 
     return on_ranks(ranks, run)
 
@@ -113,3 +113,12 @@ def test_a_rank_that_leaves_tells_the_others_why_but_their_own_error_comes_first
     assert isinstance(left, RankLostError)
     told = first.error("there")
     assert told is mine if mine else (type(told), str(told)) == (RankLostError, "rank 2 is late")
+
+
+def test_an_interrupt_stays_on_its_rank_and_keeps_its_cause():
+    interrupt = KeyboardInterrupt()
+    interrupt.__cause__ = ValueError("why")
+    own, other = _ends(_raises(interrupt), _done)
+    assert own is interrupt
+    assert str(own.__cause__) == "why"
+    assert "KeyboardInterrupt" in str(other.error("rank 0"))
