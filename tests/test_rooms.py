@@ -66,7 +66,7 @@ BUDGETS = {
     "sharing": 697,
     "staging": 1_907,
     "storage": 3_457,
-    "tiers": 2_145,
+    "tiers": 2_150,
     "torchtitan": 471,
     "weights": 920,
     "wire": 644,

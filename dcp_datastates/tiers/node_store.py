@@ -265,13 +265,18 @@ class NodeStore:
                 del piece  # while waiting for the next
             each(lambda node: copies[node].complete())
             hit("node.publish.before")
-            if if_absent:
+            decides = left[0] if if_absent else None
+            if decides is not None:
                 with self._explained("storing", key):
-                    if not copies[left[0]].publish(if_absent=True):
+                    if not copies[decides].publish(if_absent=True):
                         return False
                 hit("node.publish.between")
-            others = left[if_absent:]
-            each(lambda node: node not in others or copies[node].publish(if_absent))
+
+            def publish(node: Node) -> None:
+                if node is not decides:  # which has published it
+                    copies[node].publish(if_absent)
+
+            each(publish)
             hit("node.publish.after")
         self._damaged.difference_update((name, node.name) for node in left)
         if len(left) < len(places):
