@@ -215,9 +215,8 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
                 hook(left, folder)
             by_us = models if self._is_sharded else _among(left, models)
             with self._loading():
-                load_parts(path, by_us, by_us, **self._load_options)
                 parts = {**models, **optimizers}
-                load_parts(path, parts, optimizers, **self._load_options)
+                load_parts(path, parts, [*by_us, *optimizers], **self._load_options)
             found = load_accelerator_state(
                 folder,
                 [],
