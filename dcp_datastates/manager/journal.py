@@ -136,9 +136,8 @@ class Journal:
         records = records_in(self._folder / f"{former}-{rank}") if former else {}
         resized = any(each.world != world for each in records.values())
         later = {number: each for number, each in records.items() if number >= step}
-        most = None if self._order is None else self._order.steps
         audit = Audit(rank, world, step, losses_only=resized)
-        comparison = self._comparison = Comparison(audit, later, most, self._samples)
+        comparison = self._comparison = Comparison(audit, later, self._samples)
         sample = self._sample(state, step, math.nan, False)
         if sample is not None:
             comparison.words.append(self._samples.trained(state)[1])
@@ -238,8 +237,9 @@ class Journal:
             raise OSError("the file system is full")
 
     def _give_up(self, error: Exception) -> None:
-        self._is_on = False
-        logger.warning("rank %d: the journal ends here: %s", self._rank_set.rank, error)
+        is_first, self._is_on = self._is_on, False
+        if is_first:  # further records may wait
+            logger.warning("rank %d: the journal ends here: %s", self._rank_set.rank, error)
 
     # ---- the result, and the end ---------------------------------------------------------------------
 
