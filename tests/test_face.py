@@ -25,7 +25,7 @@ MOST_MODULES = 135
 """Of the package, that its import brings."""
 
 WHEN_USED = ("checkpoints", "cli", "conversion", "deepspeed", "huggingface", "lightning", "manager")
-WHEN_USED += ("megatron", "monitoring", "sharing", "tiers", "torchtitan", "weights")
+WHEN_USED += ("megatron", "monitoring", "parts", "sharing", "tiers", "torchtitan", "weights")
 
 PUBLIC = [name for name in dir(ds) if not name.startswith("_")]
 STATE = {"w": torch.ones(1 << 18), "step": 3}

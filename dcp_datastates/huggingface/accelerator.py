@@ -33,7 +33,6 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.loading.models import model_state
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
     alike,
@@ -45,6 +44,7 @@ from dcp_datastates.manager.frameworks import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.parts.models import model_state
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 logger = logging.getLogger(__name__)

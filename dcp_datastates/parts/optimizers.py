@@ -20,7 +20,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.optimizer_state import Group, OptimizerState, nested_states
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.live_optimizer import LiveOptimizer, Places, placements_of
+from dcp_datastates.parts.live_optimizer import LiveOptimizer, Places, placements_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are named as in ``loading/models.py`` and ``optimizers.py``, and everything else is as DCP has it;
+Models and optimizers are named as in ``models.py`` and ``optimizers.py``, and everything else is as DCP has it;
 but what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
@@ -26,11 +26,11 @@ from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_values, load_with
-from dcp_datastates.loading.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs
+from dcp_datastates.parts.models import ModelPart, Trainable, are_parts, names_below
+from dcp_datastates.parts.optimizers import OptimizerPart
+from dcp_datastates.parts.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
 
