@@ -27,7 +27,7 @@ WEAK = {
     "format/metadata_table.py": "catalogs",
     "storage/readable.py": "open files",
     "parts/live_optimizer.py": "optimizers",
-    "manager/state_samples.py": "optimizers",
+    "journal/state_samples.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
     "process/forks.py": "sockets and files",

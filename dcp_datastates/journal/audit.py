@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
-from dcp_datastates.manager.state_samples import ON_HOST, Record, StateSamples, Words
+from dcp_datastates.journal.state_samples import ON_HOST, Record, StateSamples, Words
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.object_path import Location
 

@@ -24,8 +24,8 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import VARIABLE, Audit, Comparison, Order
-from dcp_datastates.manager.state_samples import ON_HOST, Record, Stale, StateSamples
+from dcp_datastates.journal.audit import VARIABLE, Audit, Comparison, Order
+from dcp_datastates.journal.state_samples import ON_HOST, Record, Stale, StateSamples
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
