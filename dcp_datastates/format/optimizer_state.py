@@ -62,9 +62,9 @@ class OptimizerState:
         name_of = dict(zip(numbers, names, strict=True))
         others = {key: each for key, each in states.items() if key not in name_of}
         found.states = {
-            name_of[key]: each
-            for key, each in states.items()
-            if key in name_of and (type(each) is not dict or each)
+            name: each
+            for number, name in name_of.items()
+            if type(each := states.get(number, {})) is not dict or each
         }
         del found.rest["param_groups"], found.rest["state"]
         if others:
