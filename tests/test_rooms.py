@@ -62,7 +62,7 @@ BUDGETS = {
     "manager": 2_143,
     "megatron": 287,
     "monitoring": 224,
-    "parts": 1_298,
+    "parts": 1_294,
     "planning": 2_773,
     "process": 857,
     "ranks": 2_078,
