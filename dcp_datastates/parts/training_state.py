@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.format.stored_names import new_name, prefixes_of, renamed
+from dcp_datastates.format.stored_names import NamePatterns, new_name, prefixes_of, renamed
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
@@ -150,11 +150,11 @@ class TrainingState:
         random generators last, since what comes before may draw from them.
 
         Args:
-            only: the parts to load; None: all.
+            only: the parts to load, without any other stored value; None: all.
             share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        prepare = partial(self._prepare, loaded, fit)
+        prepare = partial(self._prepare, loaded, fit, only is not None)
         fitting = load_with(session, loaded, prepare, share_reads)
         own = [(name, part) for name, part in loaded.items() if isinstance(part, _Own)]
         for name, value in loaded.items():
@@ -172,8 +172,17 @@ class TrainingState:
             if states:
                 part.marked.wrapped.load_state_dict(part.make(states))
 
-    def _prepare(self, loaded: dict[str, Any], fit: Fit, stored: Stored) -> Fitting:
-        """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
+    def _prepare(self, loaded: dict[str, Any], fit: Fit, alone: bool, stored: Stored) -> Fitting:
+        """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are. ``alone``:
+        no other stored value counts.
+        """
+        if alone:
+            known = fit.names(stored)
+            for name, part in list(loaded.items()):
+                # As a name to load, it would be an error.
+                if not (names_below(known, name) or (fit.missing == "error" and part.state_dict())):
+                    del loaded[name]
+            fit = replace(fit, only=NamePatterns("only", loaded))
         optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
         fit, needed = load_options(fit, stored, optimizers)
         names = frozenset(fit.names(stored))
