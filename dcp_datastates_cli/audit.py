@@ -12,7 +12,7 @@ from typing import Any
 
 from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import VARIABLE, Order
+from dcp_datastates.journal.audit import VARIABLE, Order
 from dcp_datastates.storage.object_path import locate, stored
 from dcp_datastates_cli.output import NO, OK, TROUBLE, answer
 

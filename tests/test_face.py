@@ -24,8 +24,9 @@ from dcp_datastates import results
 MOST_MODULES = 135
 """Of the package, that its import brings."""
 
-WHEN_USED = ("checkpoints", "cli", "conversion", "deepspeed", "huggingface", "lightning", "manager")
-WHEN_USED += ("megatron", "monitoring", "sharing", "tiers", "torchtitan", "weights")
+WHEN_USED = ("checkpoints", "cli", "conversion", "deepspeed", "huggingface", "journal", "lightning")
+WHEN_USED += ("manager", "megatron", "monitoring", "parts", "sharing", "tiers", "torchtitan")
+WHEN_USED += ("weights",)
 
 PUBLIC = [name for name in dir(ds) if not name.startswith("_")]
 STATE = {"w": torch.ones(1 << 18), "step": 3}

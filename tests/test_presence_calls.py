@@ -29,9 +29,8 @@ def _asked(source):
         and not (
             isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "presence"
         )
-        and all(
-            each.arg != "follow_symlinks" for each in node.keywords
-        )  # of an entry that was read
+        # With it, an entry that was read is asked.
+        and all(each.arg != "follow_symlinks" for each in node.keywords)
     ]
 
 

@@ -34,9 +34,9 @@ from dcp_datastates.errors import (
 from dcp_datastates.format import values
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
+from dcp_datastates.format.optimizer_state import packed_optimizer
 from dcp_datastates.format.safetensors_header import Header, read_header
 from dcp_datastates.format.stored_names import is_under
-from dcp_datastates.format.structure import packed_optimizer
 from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location

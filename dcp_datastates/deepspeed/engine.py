@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Final
 
 import torch
@@ -175,14 +175,18 @@ class CheckpointEngine:
 # ---- once a tag is committed ---------------------------------------------------------------------
 
 
-def _log(directory: Location, error: BaseException) -> None:
-    logger.error(
-        "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s: %s",
-        *(directory.name, str(directory.parent), LATEST, type(error).__name__, error),
-    )
+class _Saves(SaveTracker):
+    """A failure, also of what follows a commit, is a line of the log."""
+
+    def failed(self, path: Location, error: BaseException) -> None:
+        super().failed(path, error)
+        logger.error(
+            "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s: %s",
+            *(path.name, str(path.parent), LATEST, type(error).__name__, error),
+        )
 
 
-_saves: Final = SaveTracker(on_failure=_log)
+_saves: Final = _Saves()
 """The saves of this process, of all engines."""
 
 
@@ -241,9 +245,5 @@ def options_of(given: object) -> tuple[dict[str, Any], bool | None]:
 
 def called_by_framework() -> bool:
     """Whether a framework that deletes older checkpoints is among the callers of this function."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _ROTATING:
-            return True
-        frame = frame.f_back
-    return False
+    callers = (str(each.f_globals.get("__name__")) for each, _ in walk_stack(sys._getframe()))
+    return any(each.partition(".")[0] in _ROTATING for each in callers)

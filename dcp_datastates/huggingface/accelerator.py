@@ -33,7 +33,6 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.loading.models import model_state
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
     alike,
@@ -45,6 +44,7 @@ from dcp_datastates.manager.frameworks import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.parts.models import model_state
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 logger = logging.getLogger(__name__)
@@ -215,9 +215,8 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
                 hook(left, folder)
             by_us = models if self._is_sharded else _among(left, models)
             with self._loading():
-                load_parts(path, by_us, by_us, **self._load_options)
                 parts = {**models, **optimizers}
-                load_parts(path, parts, optimizers, **self._load_options)
+                load_parts(path, parts, [*by_us, *optimizers], **self._load_options)
             found = load_accelerator_state(
                 folder,
                 [],

@@ -49,7 +49,6 @@ from dcp_datastates.huggingface.resuming import (
     is_lost,
     is_stock,
 )
-from dcp_datastates.loading.models import Trainable
 from dcp_datastates.manager.continuing import Fresh, parse_fresh, set_aside
 from dcp_datastates.manager.frameworks import (
     SavesInBackground,
@@ -63,6 +62,7 @@ from dcp_datastates.manager.frameworks import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import number_of
+from dcp_datastates.parts.models import Trainable
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 

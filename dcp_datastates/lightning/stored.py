@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp_datastates.format.structure import packed_optimizer
+from dcp_datastates.format.optimizer_state import packed_optimizer
 
 MODEL: Final = "state_dict"
 OPTIMIZERS: Final = "optimizer_states"

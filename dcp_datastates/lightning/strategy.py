@@ -64,7 +64,7 @@ from dcp_datastates.manager.frameworks import (
     state_of,
     with_files,
 )
-from dcp_datastates.manager.per_rank import RngState
+from dcp_datastates.parts.per_rank import RngState
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence

@@ -23,10 +23,10 @@ from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
-from dcp_datastates.loading.models import names_below
 from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
-from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.parts.models import names_below
+from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
@@ -78,7 +78,7 @@ def state_of(parts: Mapping[str, Any], names: Iterable[str] | None = None) -> di
 def load_parts(
     path: str | os.PathLike[str] | ObjectPath,
     parts: Mapping[str, Any],
-    names: Iterable[str],
+    names: Collection[str],
     **options: Unpack[FitOptions],
 ) -> None:
     """Load those of the models and optimizers ``parts`` that have these ``names``, in place, at any number of ranks.
@@ -87,20 +87,10 @@ def load_parts(
     ``options`` are those of :func:`~dcp_datastates.load`; a ``rename`` of a model renames what optimizers have of it.
     Raises as that.
     """
-    place, rank_set = locate(path), rank_set_of(None)
+    fit, rank_set = Fit.of(options), rank_set_of(None)
     state = TrainingState(parts, rank_set)
-    fit = Fit.of(options)
-    with load_session(rank_set, [place], "load()", DEFAULT_TIMEOUT) as session:
-        to_load = fit.names(_stored_names(place))
-        # With nothing to load and nothing stored, a name would be an error.
-        there = [
-            name
-            for name in names
-            if names_below(to_load, name)
-            or (fit.missing == "error" and state.parts[name].state_dict())
-        ]
-        if there:
-            state.load(session, Fit.of(options, only=there), there)
+    with load_session(rank_set, [locate(path)], "load()", DEFAULT_TIMEOUT) as session:
+        state.load(session, fit, names)
 
 
 def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:

@@ -20,17 +20,17 @@ from dcp_datastates.dcp.async_save import SaveHandle, async_save
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, SaveStalledError
 from dcp_datastates.format.stored_names import Rename
+from dcp_datastates.journal.audit import Audit
+from dcp_datastates.journal.journal import Journal
 from dcp_datastates.loading.fit import Answer, LoadOptions
-from dcp_datastates.manager.audit import Audit
 from dcp_datastates.manager.continuing import Continuing, Fresh
-from dcp_datastates.manager.journal import Journal
 from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker, is_committed
 from dcp_datastates.manager.schedule import AutoInterval, Schedule, parse_every
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories
-from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.process.forks import in_child, public
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of

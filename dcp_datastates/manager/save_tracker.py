@@ -69,7 +69,6 @@ class SaveTracker:
         max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
             number does. A failure by which no save can succeed (:class:`ConfigurationError`: ranks with different
             disks, say) always does.
-        on_failure: is called with the path and the error of each failure, also of what follows a commit.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
 
@@ -77,15 +76,8 @@ class SaveTracker:
     :attr:`deletions`, in order.
     """
 
-    def __init__(
-        self,
-        max_failures: MaxFailures = None,
-        on_failure: Callable[[Location, BaseException], object] | None = None,
-        *,
-        max_in_flight: int = 1,
-    ) -> None:
+    def __init__(self, max_failures: MaxFailures = None, *, max_in_flight: int = 1) -> None:
         self.most = most_failures(max_failures, max_in_flight)
-        self._on_failure = on_failure
         self.deletions = Deletions()
         self.failures = 0
         """How many saves have failed, without those that ``when_behind`` left out."""
@@ -124,18 +116,16 @@ class SaveTracker:
         return handle
 
     def failed(self, path: Location, error: BaseException) -> None:
-        """A save has failed, or could not begin. Raises what the hook raises."""
+        """A save has failed, or could not begin."""
         with self._lock:
             self.failures += 1
             self._in_a_row += 1
             self._last = None if self.most is None else error
             if isinstance(error, ConfigurationError):
                 self._hopeless = error
-        if self._on_failure is not None:
-            self._on_failure(path, error)
 
     def take(self) -> None:
-        """Learn what came of the saves that have ended. Raises what a hook raises."""
+        """Learn what came of the saves that have ended."""
         for save, handle in list(self._open.items()):
             # A signal handler that saves may come in between.
             if not handle.committed.done() or self._open.pop(save, None) is None:

@@ -20,8 +20,8 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.loading.models import Wrappers, load_model_state, model_state
 from dcp_datastates.loading.stored import cut, shards_of
+from dcp_datastates.parts.models import Wrappers, load_model_state, model_state
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage.object_path import AnyPath, Location, check_opens, locate
 from dcp_datastates.weights import version

@@ -84,9 +84,8 @@ def copy_of(committed, tmp_path, monkeypatch) -> Callable[[str, int, Path], Plac
     def copied(place: str, world: int, scratch: Path) -> Place:
         if place == "directory":
             return Directory(Path(committed(place, world)), scratch)
-        monkeypatch.setattr(
-            "dcp_datastates.storage.object_path._opened", {}
-        )  # this process opens it anew
+        # This process opens it anew.
+        monkeypatch.setattr("dcp_datastates.storage.object_path._opened", {})
         for name, value in variables(strict_endpoint()).items():
             monkeypatch.setenv(name, value)
         root = f"{tmp_path.parent.name}/{scratch.relative_to(tmp_path.parent)}"

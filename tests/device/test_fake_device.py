@@ -320,9 +320,8 @@ def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
     future = save(tmp_path / "before", stepper.named, reads="immediate")
     await_that(lambda: cuda.count("cuStreamWaitEvent") == waits + 2)  # the copies' streams
     cuda.in_capture = True
-    torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(
-        stepper
-    )  # a capture runs nothing
+    # A capture runs nothing.
+    torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(stepper)
     cuda.in_capture = False
     assert cuda.count("cuStreamWaitEvent") == waits + 2  # none on the captured stream
     cuda.lib.fake_cuda_stall(0)

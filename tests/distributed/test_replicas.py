@@ -172,9 +172,8 @@ def test_a_steady_save_sends_a_few_bytes_for_it(shared_dir):
 
 @ranks(2)
 def test_replicas_whose_memory_has_gone_tear_the_save_and_crash_nothing(shared_dir):
-    weight = torch.nn.Parameter(
-        torch.ones(50_000, 200)
-    )  # large: the allocator unmaps what is freed
+    # Large: the allocator unmaps what is freed.
+    weight = torch.nn.Parameter(torch.ones(50_000, 200))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     track(optimizer)
     planner, go_on = DataStatesSavePlanner(), threading.Event()

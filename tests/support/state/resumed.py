@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dcp_datastates import PerRank
-from dcp_datastates.manager.audit import Audit
+from dcp_datastates.journal.audit import Audit
 from support.state.loops import Loop, manager
 
 DEFECTS = {

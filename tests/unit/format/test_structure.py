@@ -1,16 +1,13 @@
-"""Nested values, taken apart and put together; and what is stored of an optimizer, as its ``state_dict()`` gave it."""
+"""Nested values, taken apart and put together."""
 
 import random
 from collections import OrderedDict, deque
 
 import pytest
 import torch
-from support.state.checkpoints import assert_same
 from support.tiers import sampled
 
-import dcp_datastates as ds
-from dcp_datastates.format.structure import packed_optimizer, put_together, taken_apart
-from dcp_datastates.manager.frameworks import state_of
+from dcp_datastates.format.structure import put_together, taken_apart
 
 
 def _value(draws, depth):
@@ -53,50 +50,3 @@ def test_a_value_comes_back_with_its_types(seed):
     assert all(isinstance(path, str) for path in tensors)
     assert type(structure) is tuple
     assert _same(put_together(structure, lambda path: tensors[path]), value)
-
-
-class WithNumbers(torch.optim.SGD):
-    """Keeps its state under keys that are numbers, and in containers."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {0: torch.ones(2), "of": [torch.zeros(1), {1: "one"}]}
-        return super().step(closure)
-
-
-OPTIMIZERS = {
-    "adamw": torch.optim.AdamW,
-    "sgd without a state": torch.optim.SGD,
-    "lbfgs": torch.optim.LBFGS,
-    "numbers": WithNumbers,
-    "a rate that is a tensor": lambda groups: torch.optim.AdamW(
-        groups, lr=torch.tensor(0.5), foreach=False
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_state_comes_back_as_it_was(tmp_path, kind, groups, stored):
-    if kind == "lbfgs" and groups == 2:
-        groups = 1  # it takes no more
-    torch.manual_seed(0)  # LBFGS diverges from some others
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    parts = [model] if groups == 1 else reversed(model)
-    given = [{"params": list(part.parameters())} for part in parts]
-    optimizer = OPTIMIZERS[kind](given)
-
-    def loss():
-        optimizer.zero_grad()
-        value = model(torch.ones(1, 2)).sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    state = state_of({"model": model, "optimizer": optimizer})["optimizer"]
-    if stored:
-        ds.save({"optimizer": state}, tmp_path / "x")
-        state = ds.load(tmp_path / "x")["optimizer"]
-    assert_same(packed_optimizer(state), optimizer.state_dict())

@@ -100,6 +100,5 @@ def test_the_first_save_and_failed_ones_do_not_count():
 
 
 def test_a_step_with_a_save_in_flight_is_no_measure_of_a_quiet_one():
-    assert measured(stall=100.0, steps=20).cost().step == pytest.approx(
-        1.0
-    )  # of 56 steps, 16 are quiet
+    # Of 56 steps, 16 are quiet.
+    assert measured(stall=100.0, steps=20).cost().step == pytest.approx(1.0)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
-from dcp_datastates.manager.state_samples import ON_HOST, Record, StateSamples, Words
+from dcp_datastates.journal.state_samples import ON_HOST, Record, StateSamples, Words
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.storage.object_path import Location
 
@@ -100,12 +100,11 @@ class Order:
 class Comparison:
     """Compares the steps of one rank after a resume with the ``former`` records, by step. One thread calls the methods.
 
-    ``most``: how many steps to compare; None: all. ``samples``: of the state that was restored.
+    ``samples``: of the state that was restored.
     """
 
     result: Audit
     former: Mapping[int, Record]
-    most: int | None
     samples: StateSamples
     words: list[Words] = field(default_factory=list)
     """Of the trainable tensors, when the state was restored, and after the first step."""
@@ -124,8 +123,7 @@ class Comparison:
             return
         if (former := self.former.get(mine.step)) is not None:
             self._compare(mine, former)
-        ends = mine.step >= max(self.former, default=0) or self.result.steps == self.most
-        if self.result.what or ends:
+        if self.result.what or mine.step >= max(self.former, default=0):
             self.finish()
 
     def _compare(self, mine: Record, former: Record) -> None:

@@ -45,7 +45,8 @@ def test_a_position_of_another_number_of_ranks_may_be_left(way_out, by_three_ran
 
 
 def test_merge_makes_a_state_of_all_ranks_states_in_their_order(by_three_ranks):
-    position, given = Stateful({}), []
+    position, again, given = Stateful({}), Stateful({}), []
+    again.state_dict = pytest.fail  # a restore asks for no state: a loader may start its workers
 
     def merge(states):
         given.extend(states)
@@ -57,7 +58,6 @@ def test_merge_makes_a_state_of_all_ranks_states_in_their_order(by_three_ranks):
         assert given == [{"at": 0}, {"at": 1}, {"at": 2}]
         assert position.state == {"at": 3}
         checkpoints.save(6, {"loader": marked}).result(60)
-        again = Stateful({})
         checkpoints.restore(6, {"loader": PerRank(again, merge=merge)})
     assert again.state == {"at": 3}
     assert len(given) == 3, "it is for another number of ranks only"

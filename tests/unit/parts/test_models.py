@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import SGD, AdamW
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.loading.models import are_parts, load_model_state, model_state
-from dcp_datastates.manager.optimizers import OptimizerPart
+from dcp_datastates.parts.models import are_parts, load_model_state, model_state
+from dcp_datastates.parts.optimizers import OptimizerPart
 
 
 def _state_of(model, optimizer):

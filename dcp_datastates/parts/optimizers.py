@@ -1,14 +1,5 @@
-"""Optimizers, as objects that DCP saves and loads: state and settings by the names of parameters.
-
-Below an optimizer's name lie
-
-* ``state.<parameter>.<key>``: the tensors of its state;
-* ``groups.<first parameter>.<digest>``: for each group a small Python value with the optimizer's class, the names of
-  the parameters, the settings (``lr`` …), and its position. So the stages of a pipeline do not collide, and replicas
-  agree;
-* ``nested.…``, of a group: how those states were nested that are not just tensors by strings (``structure.py``);
-* ``params.<position>``: the parameters that are in no model, such as fp32 masters;
-* ``rest``: what else ``state_dict()`` gave.
+"""Optimizers, as objects that DCP saves and loads: state and settings by the names of parameters
+(``format/optimizer_state.py``).
 
 A load makes the tensors as they were stored, and reads them in place; nothing takes a step. A state of a parameter that
 no rank's optimizer has is not read, so the load is refused by name.
@@ -16,47 +7,27 @@ no rank's optimizer has is not read, so the load is refused by name.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, filterfalse
 from typing import Any, Final
 
 import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.structure import Structure, put_together, taken_apart
+from dcp_datastates.format.optimizer_state import Group, OptimizerState, nested_states
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.live_optimizer import (
-    Group,
-    LiveOptimizer,
-    Places,
-    placements_of,
-)
+from dcp_datastates.parts.live_optimizer import LiveOptimizer, Places, placements_of
 
 logger = logging.getLogger(__name__)
 
-_PLAIN: Final = frozenset({torch.Tensor})
 _SMALL: Final = ("groups.", "nested.", "rest.structure")
 
 Read = Callable[[Stored, Collection[str]], dict[str, Any]]
 """Reads stored Python values, by their stored names."""
-
-
-@dataclass
-class _Loading:
-    """What is to be given to an optimizer. The load fills the tensors in it."""
-
-    live: LiveOptimizer
-    groups: list[Group] = field(default_factory=list)
-    """As stored, with the program's names."""
-    states: dict[str, Any] = field(default_factory=dict)
-    """By the program's names of parameters."""
-    rest: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,8 +45,9 @@ class OptimizerPart:
     renamed: Callable[[str], str] = str
     """Gives the program's name of a stored parameter."""
     _places: dict[str, Any] = field(default_factory=dict)
-    """What a load fills, by the names below the optimizer's."""
-    _loading: _Loading | None = None
+    """What a load fills: the nested values, as they are stored."""
+    _loading: tuple[LiveOptimizer, OptimizerState] | None = None
+    """The optimizer, and what is to be given to it. The load fills the tensors in that."""
 
     def live(self) -> LiveOptimizer:
         """The optimizer as it is now."""
@@ -88,29 +60,11 @@ class OptimizerPart:
         if self.fit is not None:
             return self._places
         live = self.live()
-        found: dict[str, Any] = {"state": {}, "groups": {}, "nested": {}}
-        for number, group in enumerate(group for group in live.groups if group.names):
-            tensors, structure = taken_apart(group.settings)
-            found["groups"][group.ident] = group.kind, group.names, structure, number
-            found["groups"].update({f"{group.ident}.{key}": each for key, each in tensors.items()})
-            if _are_flat(group.states):
-                found["state"].update(group.states)
-                continue
-            nested = []
-            for name, values in group.states.items():
-                if _is_flat(values, live.names.parameters[name]):
-                    found["state"][name] = values
-                    continue
-                note = partial(placements_of, like=live.names.parameters[name])
-                found["state"][name], structure = taken_apart(values, note=note)
-                nested.append((name, structure))
-            if nested:
-                found["nested"][group.ident] = tuple(nested)
-        found["params"] = {name: live.names.parameters[name] for name in live.names.unnamed}
-        if live.rest:
-            tensors, structure = taken_apart(live.rest, "tensors")
-            found["rest"] = {"structure": structure, **tensors}
-        return {key: each for key, each in found.items() if each}
+        parameters = live.names.parameters
+        found = live.held.stored(lambda name, each: placements_of(each, like=parameters[name]))
+        if live.names.unnamed:
+            found["params"] = {name: parameters[name] for name in live.names.unnamed}
+        return found
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -132,7 +86,7 @@ class OptimizerPart:
         if not mine:
             first = next(iter(live.names.parameters), None)
             if first is not None and self.fit.takes(f"{start}groups.{first}"):
-                self._places[f"groups.{first}"] = None  # which is then missing
+                self._places = {"groups": {first: None}}  # which is then missing
             return
         small = {
             name: old
@@ -140,69 +94,44 @@ class OptimizerPart:
             if name.startswith(_SMALL) and stored.get(old) is None
         }
         found = read(stored, small.values())
-        values = {name: found[old] for name, old in small.items()}
-        nested: dict[str, Structure] = {
-            self.renamed(name): structure
-            for section, structures in values.items()
-            if section.startswith("nested.")
-            for name, structure in structures
-        }
-        tensors: dict[str, dict[str, Any]] = {name: {} for name in nested}
-        places = Places(live, names, stored, nested)
-        for name, old in mine.items():
+        for name, old in small.items():
+            self._put(name, found[old])
+        places = Places(live, names, stored, nested_states(self._places, self.renamed))
+        for name in filterfalse(small.__contains__, mine):
             kind, _, rest = name.partition(".")
-            if name in values:
-                self._places[name] = values[name]
-            elif kind == "state":
+            if kind == "state":
                 parameter, path = places.split(rest)
                 if parameter is not None:  # else another rank's, or the reader says so
-                    place = places.place(parameter, path, stored.get(old))
-                    self._places[name] = tensors.setdefault(parameter, {})[path] = place
+                    states = self._places.setdefault(kind, {}).setdefault(parameter, {})
+                    states[path] = places.place(parameter, path, stored.get(mine[name]))
             elif kind != "params":
-                self._places[name] = stored.new(old)
+                self._put(name, stored.new(mine[name]))
             elif rest in live.names.parameters:
-                self._places[name] = live.names.parameters[rest]
-        self._loading = self._loading_of(live, values, nested, tensors)
-        self._check(self._loading, any(name.startswith("state.") for name in mine))
+                self._put(name, live.names.parameters[rest])
+        loaded = OptimizerState.of_stored(self._places, self.renamed, in_part=True)
+        self._check(live, loaded, any(name.startswith("state.") for name in mine))
+        self._loading = live, loaded
 
-    def _loading_of(
-        self,
-        live: LiveOptimizer,
-        values: Mapping[str, Any],
-        nested: Mapping[str, Structure],
-        tensors: Mapping[str, dict[str, Any]],
-    ) -> _Loading:
-        """Put together what was taken apart for the save: ``values`` by their names, and ``tensors`` by parameters."""
-        found = _Loading(live)
-        for name, mine in tensors.items():
-            structure = nested.get(name)
-            with contextlib.suppress(KeyError):  # a tensor of it is another rank's, or left out
-                found.states[name] = mine if structure is None else _whole(structure, mine)
-        for section, value in values.items():
-            if section.startswith("groups."):
-                kind, names, structure, _ = value
-                settings = _whole(structure, self._places, f"{section}.")
-                found.groups.append(Group(kind, tuple(map(self.renamed, names)), settings))
-        if (structure := values.get("rest.structure")) is not None:
-            found.rest = _whole(structure, self._places, "rest.")
-        return found
+    def _put(self, name: str, place: Any) -> None:
+        section, _, rest = name.partition(".")
+        self._places.setdefault(section, {})[rest] = place
 
-    def _check(self, loading: _Loading, moments: bool) -> None:
+    def _check(self, live: LiveOptimizer, loaded: OptimizerState, moments: bool) -> None:
         """Raise :class:`IncompatibleStateError` if the stored state can be of no use to this optimizer. ``moments``:
         whether states of parameters are to be loaded.
         """
-        ours, live = type(self.optimizer), loading.live
-        whole = "param_groups" in loading.rest
-        if (loading.groups or whole) and bool(live.groups) == whole:
+        ours = type(self.optimizer)
+        whole = "param_groups" in loaded.rest
+        if (loaded.groups or whole) and bool(live.held.groups) == whole:
             raise self._unfit(f"is of another kind than what {ours.__qualname__} gives")
-        for group in loading.groups if moments else ():
-            known = {*self.optimizer.defaults, *live.groups[0].settings}
+        for group in loaded.groups if moments else ():
+            known = {*self.optimizer.defaults, *live.held.groups[0].settings}
             keys = group.settings.keys()
             if group.kind != ours.__qualname__ and not (keys <= known or known <= keys):
                 raise self._unfit(
                     f"is that of {group.kind}, and the program has {ours.__qualname__}"
                 )
-        names = [name for group in loading.groups for name in group.names] if moments else []
+        names = [name for group in loaded.groups for name in group.names] if moments else []
         if issubclass(ours, torch.optim.LBFGS) and names and names != list(live.names.parameters):
             raise self._unfit(
                 "is of all parameters together, and these have other names or another order now"
@@ -218,14 +147,18 @@ class OptimizerPart:
         loading, self._loading = self._loading, None
         if loading is None:
             return  # nothing of it was to be loaded
-        live = loading.live
-        given = {
-            name: self._with_excluded(name, live.states.get(name), loading.states.get(name))
+        live, loaded = loading
+        groups = [
+            replace(group, settings=self._settings(group, loaded.groups))
+            for group in live.held.groups
+        ]
+        states = {
+            name: self._with_excluded(name, live.held.states.get(name), loaded.states.get(name))
             for name in live.names.parameters
         }
-        settings = [self._settings(group, loading.groups) for group in live.groups]
-        live.give({name: each for name, each in given.items() if each}, settings, loading.rest)
-        had = {name for group in loading.groups for name in group.names}
+        states = {name: each for name, each in states.items() if each}
+        live.give(OptimizerState(groups, states, loaded.rest))
+        had = {name for group in loaded.groups for name in group.names}
         if had and (new := [name for name in live.names.parameters if name not in had]):
             logger.warning(
                 "%s: the optimizer had no state of %d of its parameters at the save (they were frozen, or tied to "
@@ -248,7 +181,7 @@ class OptimizerPart:
         """The settings of one of the optimizer's groups: what its parameters had, where they agree."""
         wanted = frozenset(own.names)
         sources = [group.settings for group in groups if not wanted.isdisjoint(group.names)]
-        found: dict[str, Any] = {}
+        found = dict(own.settings)
         for key in dict.fromkeys(chain.from_iterable(sources)):
             first, *others = [source[key] for source in sources if key in source]
             if all(_same(first, each) for each in others):
@@ -265,32 +198,6 @@ class OptimizerPart:
             text = "%s: the group of %r keeps its %s: the checkpoint has none"
             logger.info(text, self.name, own.names[0], ", ".join(sorted(map(str, lacking))))
         return found
-
-
-def _are_flat(states: Mapping[str, Any]) -> bool:
-    """Whether all are dicts of plain tensors by strings, as they most often are."""
-    return (
-        set(map(type, states.values())) <= {dict}
-        and set(map(type, set().union(*states.values()))) <= {str}
-        and set(map(type, chain.from_iterable(map(dict.values, states.values())))) <= _PLAIN
-    )
-
-
-def _is_flat(values: Any, parameter: torch.Tensor | None) -> bool:
-    """Whether a state needs no structure: tensors by strings, which look as their parameter says."""
-    return (
-        type(values) is dict
-        and set(map(type, values)) <= {str}
-        and all(
-            isinstance(each, torch.Tensor) and placements_of(each, like=parameter) is None
-            for each in values.values()
-        )
-    )
-
-
-def _whole(structure: Structure, tensors: Mapping[str, Any], start: str = "") -> Any:
-    """The value of ``structure``, of the ``tensors`` that lie below ``start``."""
-    return put_together(structure, lambda path, *_: tensors[f"{start}{path}"])
 
 
 def _same(one: Any, other: Any) -> bool:

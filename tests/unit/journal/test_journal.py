@@ -28,10 +28,10 @@ from support.waiting import await_that, lines
 import dcp_datastates as ds
 from dcp_datastates import Keep, PerRank, RngState
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager import journal, state_samples
-from dcp_datastates.manager.audit import COMPARED
-from dcp_datastates.manager.journal import pack, records_in
-from dcp_datastates.manager.state_samples import Record
+from dcp_datastates.journal import journal, state_samples
+from dcp_datastates.journal.audit import COMPARED
+from dcp_datastates.journal.journal import pack, records_in
+from dcp_datastates.journal.state_samples import Record
 
 RECORD = 128
 

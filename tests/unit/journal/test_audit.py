@@ -11,7 +11,7 @@ from support.state.loops import Loop, manager
 from support.state.resumed import DEFECTS, FLIPPED, train
 from support.waiting import lines
 
-from dcp_datastates.manager import audit
+from dcp_datastates.journal import audit
 
 END = 44
 """The first run dies after step 43, and its newest checkpoint is step 30."""

@@ -1,6 +1,6 @@
 """What a training loop consists of, as a state that can be saved, and back.
 
-Models and optimizers are named as in ``loading/models.py`` and ``optimizers.py``, and everything else is as DCP has it;
+Models and optimizers are named as in ``models.py`` and ``optimizers.py``, and everything else is as DCP has it;
 but what differs between ranks gets a name for each rank.
 
 The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
@@ -12,25 +12,26 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.format.stored_names import new_name, prefixes_of, renamed
+from dcp_datastates.format.stored_names import NamePatterns, new_name, prefixes_of, renamed
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.loading.fit import Answer, Fit
 from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_values, load_with
-from dcp_datastates.loading.models import ModelPart, Trainable, are_parts, names_below
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs
+from dcp_datastates.parts.models import ModelPart, Trainable, are_parts, names_below
+from dcp_datastates.parts.optimizers import OptimizerPart
+from dcp_datastates.parts.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -47,29 +48,29 @@ class _Own:
 
     marked: PerRank
     rank: int
-    merged: int = 0
-    """Of how many ranks the states are to be loaded, if not of this one alone."""
-    given: dict[str, bytes] = field(default_factory=dict)
-    """What a load is given to replace."""
-    loaded: list[Any] = field(default_factory=list)
+    to_load: Sequence[int] | None = None
+    """The ranks whose states are to be loaded; None for a save."""
+    make: Callable[[list[Any]], Any] = itemgetter(0)
+    """Makes this rank's state of those that were loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        if self.merged:
-            self.given = {f"{_RANK}{rank}": b"" for rank in range(self.merged)}
-        else:
-            self.given = {f"{_RANK}{self.rank}": serialize(self.marked.wrapped.state_dict())}
-        return dict(self.given)
+        if self.to_load is not None:  # a loader that is asked for its state may start its workers
+            return {f"{_RANK}{rank}": b"" for rank in self.to_load}
+        return {f"{_RANK}{self.rank}": serialize(self.marked.wrapped.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = [state[name] for name, old in self.given.items() if state[name] is not old]
+        """Nothing: :meth:`TrainingState.load` gives the object its state last."""
 
     def fit(self, name: str, saved_by: int, world: int, missing: Answer) -> bool:
         """Prepare to load what ``saved_by`` ranks have saved under ``name``; whether that is possible.
 
         Raises :class:`IncompatibleStateError` if a position would be lost, unless ``missing`` allows that.
         """
-        self.merged = 0 if saved_by in (0, world) or self.marked.merge is None else saved_by
-        if saved_by in (0, world) or self.merged:
+        self.to_load = [self.rank]
+        if saved_by in (0, world):
+            return True
+        if self.marked.merge is not None:
+            self.to_load, self.make = range(saved_by), self.marked.merge
             return True
         said = f"{name!r} was saved by {saved_by} ranks, and there are {world} now"
         is_position = not isinstance(self.marked.wrapped, RngState)
@@ -83,14 +84,6 @@ class _Own:
         if not is_position or missing == "warn":
             logger.warning("%s: it stays as it is", said)
         return False
-
-    def finish(self) -> None:
-        """Give the object the state that was loaded."""
-        if self.loaded:
-            merge = self.marked.merge if self.merged else None
-            state = self.loaded[0] if merge is None else merge(self.loaded)
-            self.marked.wrapped.load_state_dict(state)
-        self.merged = 0
 
 
 @dataclass
@@ -157,13 +150,13 @@ class TrainingState:
         random generators last, since what comes before may draw from them.
 
         Args:
-            only: the parts to load; None: all.
+            only: the parts to load, without any other stored value; None: all.
             share_reads: as for ``load_with``.
         """
         loaded = {n: part for n, part in self.parts.items() if only is None or n in only}
-        prepare = partial(self._prepare, loaded, fit)
-        load_with(session, loaded, prepare, share_reads)
-        own = [part for part in loaded.values() if isinstance(part, _Own)]
+        prepare = partial(self._prepare, loaded, fit, only is not None)
+        fitting = load_with(session, loaded, prepare, share_reads)
+        own = [(name, part) for name, part in loaded.items() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:
                 continue
@@ -173,11 +166,23 @@ class TrainingState:
                     f"{name!r} lies in a {type(inside).__name__}; it must be a dict or a list to receive the value"
                 )
             inside[key] = value
-        for part in sorted(own, key=lambda each: isinstance(each.marked.wrapped, RngState)):
-            part.finish()
+        for name, part in sorted(own, key=lambda o: isinstance(o[1].marked.wrapped, RngState)):
+            olds = (fitting.names.get(f"{name}.{each}") for each in part.state_dict())
+            states = [fitting.objects[old] for old in olds if old in fitting.objects]
+            if states:
+                part.marked.wrapped.load_state_dict(part.make(states))
 
-    def _prepare(self, loaded: dict[str, Any], fit: Fit, stored: Stored) -> Fitting:
-        """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are."""
+    def _prepare(self, loaded: dict[str, Any], fit: Fit, alone: bool, stored: Stored) -> Fitting:
+        """Prepare the parts in ``loaded`` for what is stored; take those out of it that stay as they are. ``alone``:
+        no other stored value counts.
+        """
+        if alone:
+            known = fit.names(stored)
+            for name, part in list(loaded.items()):
+                # As a name to load, it would be an error.
+                if not (names_below(known, name) or (fit.missing == "error" and part.state_dict())):
+                    del loaded[name]
+            fit = replace(fit, only=NamePatterns("only", loaded))
         optimizers = [part for part in loaded.values() if isinstance(part, OptimizerPart)]
         fit, needed = load_options(fit, stored, optimizers)
         names = frozenset(fit.names(stored))

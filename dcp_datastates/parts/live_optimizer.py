@@ -5,13 +5,11 @@ what is stored of it: its own tensors where they fit, and new ones as they were 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,16 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_sharded
 
 from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.optimizer_state import OptimizerState
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.format.structure import Structure, put_together, taken_apart
-from dcp_datastates.loading.models import (
+from dcp_datastates.loading.stored import Described, Stored
+from dcp_datastates.parts.models import (
     Wrappers,
     fingerprint,
     parameters_of,
 )
-from dcp_datastates.loading.stored import Described, Stored
-
-_NO_SETTINGS: Final = frozenset({"params", "param_names"})
 
 
 @dataclass
@@ -58,28 +55,6 @@ class Names:
 
 _known: MutableMapping[torch.optim.Optimizer, Names] = WeakKeyDictionary()
 """What was found for an optimizer, which counts until the model's or its own parameters change."""
-
-
-@dataclass
-class Group:
-    """Parameters with common settings, and the states of those that have some."""
-
-    kind: str
-    """The optimizer's class."""
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-    states: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ident(self) -> str:
-        """The first parameter, and a digest of all: groups of two ranks may have the same first one."""
-        return _ident(self.names)
-
-
-@functools.lru_cache(maxsize=256)
-def _ident(names: tuple[str, ...]) -> str:
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4)
-    return f"{names[0]}.{digest.hexdigest()}"
 
 
 class LiveOptimizer:
@@ -112,70 +87,30 @@ class LiveOptimizer:
             (model,) = self.names.in_model
             in_model = {name: f"{model}.{name}" for name in found}
             self.names = replace(self.names, parameters=dict.fromkeys(found), in_model=in_model)
-        self.states: dict[str, Any] = {}
-        """The states of parameters that have some."""
-        self.groups: list[Group] = []
-        self.rest: dict[str, Any] = dict(packed)
-        """What ``state_dict()`` gives beside these; all, if it does not number the parameters as torch's does."""
-        self._unpack(packed, list(self.names.parameters))
+        kind = type(optimizer).__qualname__
+        self.held = OptimizerState.of_packed(packed, list(self.names.parameters), kind)
+        """Its state and settings."""
 
-    def _unpack(self, packed: dict[str, Any], names: list[str]) -> None:
-        groups, states = packed.get("param_groups"), packed.get("state")
-        if not isinstance(groups, list) or not isinstance(states, Mapping):
-            return
-        numbers = list(chain.from_iterable(group["params"] for group in groups))
-        if numbers not in (list(range(len(names))), names):
-            return
-        name_of = dict(zip(numbers, names, strict=True))
-        others = {key: each for key, each in states.items() if key not in name_of}
-        self.states = {
-            name_of[key]: each
-            for key, each in states.items()
-            if key in name_of and (type(each) is not dict or each)
-        }
-        del self.rest["param_groups"], self.rest["state"]
-        if others:
-            self.rest["state"] = others
-        kind = type(self.optimizer).__qualname__
-        for group in groups:
-            mine = tuple(name_of[number] for number in group["params"])
-            settings = {key: each for key, each in group.items() if key not in _NO_SETTINGS}
-            held = {name: self.states[name] for name in mine if name in self.states}
-            self.groups.append(Group(kind, mine, settings, held))
-
-    def give(
-        self, states: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], rest: dict[str, Any]
-    ) -> None:
-        """Give the optimizer states by names, the settings of its groups, and the rest, as ``load_state_dict()`` does.
+    def give(self, given: OptimizerState) -> None:
+        """Give the optimizer a state, as ``load_state_dict()`` does. Its groups are those that the optimizer has.
 
         Values stay as they are: torch's ``load_state_dict()`` casts tensors to the dtype of their parameter, and
         changes strings. (It makes tensors of numbers for some optimizers.)
         """
-        if not self.groups:
-            self.optimizer.load_state_dict(rest)
-            return
+        packed = given.packed(by_name=self.names.fsdp1 is not None)
         if self.names.fsdp1 is not None:
-            groups = [
-                {**given, "params": list(group.names)}
-                for group, given in zip(self.groups, settings, strict=True)
-            ]
-            state: dict[str, Any] = {"state": dict(states), "param_groups": groups}
             options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(self.names.fsdp1, self.optimizer, state, options=options)
+            set_optimizer_state_dict(self.names.fsdp1, self.optimizer, packed, options=options)
             return
-        packed = self.optimizer.state_dict()["param_groups"]
-        numbers = {name: number for number, name in enumerate(self.names.parameters)}
-        by_number = {numbers[name]: values for name, values in states.items()}
-        groups = [{**given, **new} for given, new in zip(packed, settings, strict=True)]
-        others = {**rest, "state": {**rest.get("state", {}), **by_number}, "param_groups": groups}
         tensors = [
             {key: each for key, each in group.items() if isinstance(each, torch.Tensor)}
             for group in self.optimizer.param_groups
         ]
-        self.optimizer.load_state_dict(others)
-        if type(self.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        self.optimizer.load_state_dict(packed)
+        is_torchs = type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        if not (given.groups and is_torchs):
             return
-        for name, values in states.items():
+        for name, values in given.states.items():
             if not isinstance(values, Mapping):
                 continue
             held = self.optimizer.state[self.names.parameters[name]]  # type: ignore[index]
@@ -330,14 +265,16 @@ class Places:
 
     def _held(self, parameter: str) -> dict[str, torch.Tensor]:
         if parameter not in self._tensors:
-            state = self._live.states.get(parameter)
+            state = self._live.held.states.get(parameter)
             self._tensors[parameter] = taken_apart(state)[0] if isinstance(state, Mapping) else {}
         return self._tensors[parameter]
 
     def _device(self, path: str, like: torch.Tensor) -> torch.device:
         """As torch's ``load_state_dict()`` has it: a step is read by the host, unless the optimizer says otherwise."""
         flags = ("capturable", "fused")
-        on_device = any(each.settings.get(flag) for each in self._live.groups for flag in flags)
+        on_device = any(
+            each.settings.get(flag) for each in self._live.held.groups for flag in flags
+        )
         return like.device if path != "step" or on_device else torch.device("cpu")
 
     def _wrapper(self, parameter: str, path: str, like: torch.Tensor | None) -> torch.Tensor:
@@ -352,7 +289,7 @@ class Places:
             # copy.copy() loses attributes of subclasses
             vars(clone).update(vars(self._live.optimizer))
             clone.state = defaultdict(dict)
-            clone.param_groups = [{**self._live.groups[0].settings, "params": [stand_in]}]
+            clone.param_groups = [{**self._live.held.groups[0].settings, "params": [stand_in]}]
             step = type(clone).step
             getattr(step, "__wrapped__", step)(clone)  # without the hooks
             made = taken_apart(dict(clone.state.get(stand_in, {})))[0].get(path)

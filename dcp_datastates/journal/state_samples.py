@@ -26,10 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dcp_datastates._native import crc32c, sample_words
 from dcp_datastates.io.gradient_hooks import untraced
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, is_unusual, local_tensor, local_tensors
-from dcp_datastates.loading.models import ModelPart, Trainable
-from dcp_datastates.manager.optimizers import OptimizerPart
-from dcp_datastates.manager.per_rank import PerRank, RngState
-from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.parts.live_optimizer import parameters_in
+from dcp_datastates.parts.models import ModelPart, Trainable
+from dcp_datastates.parts.optimizers import OptimizerPart
+from dcp_datastates.parts.per_rank import PerRank, RngState
+from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.planning.samples import word_of
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.staging.ownership import known_optimizers
@@ -263,10 +264,10 @@ class StateSamples:
                         names[id(tensor)] = ".".join(filter(None, (prefix, key)))
                         self._models.add(module._parameters, key, names[id(tensor)])
         for each in known_optimizers():
-            if not names.keys().isdisjoint(map(id, _parameters(each))):
+            if not names.keys().isdisjoint(map(id, parameters_in(each))):
                 self.optimizers.setdefault(each)
         for each in self.optimizers:
-            for parameter in _parameters(each):
+            for parameter in parameters_in(each):
                 entry = each.state.get(parameter)
                 moments = entry if type(entry) is dict else {}
                 for key in sorted(moments):
@@ -276,10 +277,6 @@ class StateSamples:
         differing = found.per_rank()
         self._loaders = [each for each in differing if not isinstance(each, RngState)]
         self.has_generators = len(self._loaders) < len(differing)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _unwrapped(value: Any) -> Any:

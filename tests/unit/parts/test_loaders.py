@@ -67,9 +67,8 @@ def test_the_order_over_epochs(kind, stop, tmp_path):
     expected = seen[stop + 1 :]
     if same_order:
         assert after[: len(expected)] == expected
-    elif (
-        stop >= LENGTH or kind == "one generator for both"
-    ):  # a new program's first epoch may be the same
+    # A new program's first epoch may be the same.
+    elif stop >= LENGTH or kind == "one generator for both":
         assert after[: len(expected)] != expected, "the document warns of it in vain"
     if same_draws is not None:
         assert (again[: len(expected)] == draws[stop + 1 :]) is same_draws

@@ -24,8 +24,8 @@ import torch
 from dcp_datastates._native import crc32c
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.audit import VARIABLE, Audit, Comparison, Order
-from dcp_datastates.manager.state_samples import ON_HOST, Record, Stale, StateSamples
+from dcp_datastates.journal.audit import VARIABLE, Audit, Comparison, Order
+from dcp_datastates.journal.state_samples import ON_HOST, Record, Stale, StateSamples
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
@@ -136,9 +136,8 @@ class Journal:
         records = records_in(self._folder / f"{former}-{rank}") if former else {}
         resized = any(each.world != world for each in records.values())
         later = {number: each for number, each in records.items() if number >= step}
-        most = None if self._order is None else self._order.steps
         audit = Audit(rank, world, step, losses_only=resized)
-        comparison = self._comparison = Comparison(audit, later, most, self._samples)
+        comparison = self._comparison = Comparison(audit, later, self._samples)
         sample = self._sample(state, step, math.nan, False)
         if sample is not None:
             comparison.words.append(self._samples.trained(state)[1])
@@ -238,8 +237,9 @@ class Journal:
             raise OSError("the file system is full")
 
     def _give_up(self, error: Exception) -> None:
-        self._is_on = False
-        logger.warning("rank %d: the journal ends here: %s", self._rank_set.rank, error)
+        is_first, self._is_on = self._is_on, False
+        if is_first:  # further records may wait
+            logger.warning("rank %d: the journal ends here: %s", self._rank_set.rank, error)
 
     # ---- the result, and the end ---------------------------------------------------------------------
 
