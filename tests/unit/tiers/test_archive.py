@@ -2,14 +2,13 @@
 
 import errno
 import os
-import secrets
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, installed
+from support.simulated.object_stores import Fate
 from support.state.archiving import archived_save, restart
 from support.state.checkpoints import raises, save
 from support.state.files import flip_bit
@@ -28,18 +27,6 @@ from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import carrying, run_identity
 
 STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.05)
-
-
-@pytest.fixture
-def slow(store, monkeypatch):
-    # Of its own: the process has one archive for each directory.
-    return str(installed(monkeypatch, store, f"{secrets.token_hex(4)}/step-1").parent)
 
 
 @pytest.fixture(params=["directory", "store"])
