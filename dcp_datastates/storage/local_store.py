@@ -260,12 +260,11 @@ def _read(key: str, begin: int, end: int | None) -> Buffer:
         raise ObjectMissingError(str(path))
     try:
         with local.explained("reading", path):
-            if end is None:
-                end = os.fstat(descriptor).st_size
-                if end > _MOST_BYTES:
-                    why = f"it has {end} bytes, more than the metadata of any checkpoint"
-                    raise StorageError(errno.EFBIG, why, str(path))
-            data = bytearray(end - begin)
+            nbytes = os.fstat(descriptor).st_size
+            if end is None and nbytes > _MOST_BYTES:
+                why = f"it has {nbytes} bytes, more than the metadata of any checkpoint"
+                raise StorageError(errno.EFBIG, why, str(path))
+            data = bytearray(max(0, min(nbytes, nbytes if end is None else end) - begin))
             del data[local.read_at(descriptor, begin, memoryview(data)) :]
             return data
     finally:

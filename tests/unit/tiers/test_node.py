@@ -121,6 +121,17 @@ def test_in_the_whole_file_system_only_a_users_own_directory_is_written_to(tmp_p
     assert [*directory.iterdir()] == []
 
 
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_no_object_and_holds_nobody_up(tmp_path):
+    files, run = NodeFiles("a", tmp_path), tmp_path / "run"
+    (run / "folder").mkdir(parents=True)
+    os.mkfifo(run / "pipe")
+    (run / "link").symlink_to(__file__)
+    for name in ("pipe", "link", "folder", "missing", "pipe/below"):
+        assert (files.find(f"run/{name}"), files.read(f"run/{name}", 0, 9)) == (None, None)
+    assert files.list("run") == []
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_path, monkeypatch):
     order = []
