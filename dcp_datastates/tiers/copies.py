@@ -93,7 +93,6 @@ class Copies:
 
     def _post(self, work: Callable[[], object]) -> None:
         def run() -> None:
-            nodes.background.job = self._job
             with contextlib.suppress(_Ending):
                 self._wait(0)
                 work()
@@ -128,7 +127,7 @@ class Copies:
         with self._tried(root):
             if not self._job.nodes().is_first:
                 return
-            place = ObjectPath(self.store.url, root)
+            place = self._path(root)
             names = [each[:-1] for each in self.store.held_below(root) if each.endswith("/")]
             is_one = any(Attempt.parse(name) for name in names)
             for folder in [] if is_one else [place, place / INDEX_NAME]:
@@ -171,7 +170,7 @@ class Copies:
 
     def _send(self, key: str) -> bool:
         """Send an object to the nodes that lack it; returns whether there is no more to do."""
-        file = ObjectPath(self.store.url, key)
+        file = self._path(key)
         directory = file.parent.parent
         committed = open_committed(directory)
         attempt = committed.note.attempt
@@ -205,8 +204,11 @@ class Copies:
         self._wait(self._pace.delay(nbytes))
 
     def _wait(self, seconds: float) -> None:
-        if self._closing.wait(seconds):
+        if self._closing.wait(seconds) or self._job.is_over():
             raise _Ending
+
+    def _path(self, key: str) -> ObjectPath:
+        return ObjectPath(self.store.url, key, store=self.store)  # of this job, whatever begins
 
     @contextlib.contextmanager
     def _tried(self, key: str) -> Iterator[None]:
@@ -218,8 +220,7 @@ class Copies:
         except (DataStatesError, OSError) as error:
             if self._job.is_over():
                 raise _Ending from None
-            path = ObjectPath(self.store.url, key)
-            logger.warning("copies of %s cannot be made now: %s", path, error)
+            logger.warning("copies of %s cannot be made now: %s", self._path(key), error)
 
 
 class _Ending(Exception):

@@ -259,9 +259,6 @@ _lock = threading.RLock()  # guards what follows
 _config = NodesConfig()
 _jobs: dict[str, NodesJob] = {}
 
-background: Final = threading.local()
-"""In a thread with a ``job``, that job's stores are used as long as it lasts, and no other is begun."""
-
 
 def configure_nodes(
     *,
@@ -322,9 +319,6 @@ def current(scheme: str) -> NodesJob:
     rank_set = rank_set_of(None)
     with _lock:
         job = _jobs.get(scheme)
-        mine: NodesJob | None = getattr(background, "job", None)
-        if mine is not None and (job is not mine or mine.is_over()):
-            raise StorageError(errno.ESHUTDOWN, "the job has ended")
         if job is None or not job.is_of(rank_set):
             if job is not None:
                 del _jobs[scheme]
