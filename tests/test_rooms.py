@@ -66,7 +66,7 @@ BUDGETS = {
     "sharing": 697,
     "staging": 1_907,
     "storage": 3_462,
-    "tiers": 2_132,
+    "tiers": 2_126,
     "torchtitan": 471,
     "weights": 920,
     "wire": 644,

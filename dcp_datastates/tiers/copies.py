@@ -27,12 +27,12 @@ from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt
+from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt, rank_of
 from dcp_datastates.storage.decisions import decision_path
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.tiers import nodes
-from dcp_datastates.tiers.node_store import NodeStore, is_data
+from dcp_datastates.tiers.node_store import NodeStore
 from dcp_datastates.tiers.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Copies:
                 if lacking and whole and whole[0] is job.own:
                     self.add(key)
             elif (
-                not (name.endswith("/") or is_data(name) or name == DELETING)
+                not (name.endswith("/") or rank_of(name) is not None or name == DELETING)
                 and len(held) < len(job.ring)
                 and next(iter(held)) == job.own.name
             ):

@@ -92,7 +92,7 @@ class NodeStore:
     ) -> None:
         # One piece is in flight: each node has it, or its socket has, before the next is taken.
         places = self.nodes().places(key)
-        if not is_data(key):
+        if rank_of(key) is None:
             self.put_on(places, key, pieces)
             return
         self.saves.add(key)
@@ -202,7 +202,7 @@ class NodeStore:
                 damaged.append(node)
             else:
                 whole.append(node)
-        wanted = 1 + nodes.peers if is_data(key) else len(nodes.ring)
+        wanted = len(nodes.ring) if rank_of(key) is None else 1 + nodes.peers
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
 
@@ -346,11 +346,6 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
-
-
-def is_data(key: str) -> bool:
-    """Whether it is the key of a data file, which need not lie on all nodes."""
-    return rank_of(key.rpartition("/")[2]) is not None
 
 
 def _gathered(

@@ -99,13 +99,13 @@ class Nodes:
 
     def places(self, key: str) -> Sequence[Node]:
         """The nodes on which this process stores the object: of a data file the own one and its peers, else all."""
-        if rank_of(key.rpartition("/")[2]) is None:
+        if rank_of(key) is None:
             return self.ring
         return [self.own, *self.others[: self.peers]]
 
     def homes(self, key: str) -> list[Node]:
         """As :meth:`places`, on any node: those of the rank whose data file it is; all nodes, the nearest first."""
-        rank = rank_of(key.rpartition("/")[2]) or 0
+        rank = rank_of(key) or 0
         at = self.ring.index(self.of_ranks[rank % len(self.of_ranks)]) if self.of_ranks else 0
         return [*self.ring[at:], *self.ring[:at]]
 
