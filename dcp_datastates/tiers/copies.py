@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -54,8 +53,6 @@ _SETTLE_SECONDS: Final = 5.0
 """After which a small object that was copied is looked at again: it may have been deleted meanwhile."""
 
 _LOOK_SECONDS: Final = 0.05
-
-_NONE: Final = MappingProxyType[str, FileRecord]({})
 
 
 class Copies:
@@ -131,12 +128,13 @@ class Copies:
             names = [each[:-1] for each in self.store.held_below(root) if each.endswith("/")]
             is_one = any(Attempt.parse(name) for name in names)
             for folder in [] if is_one else [place, place / INDEX_NAME]:
-                copied += self._spread(folder)
+                self._spread(folder, copied)
             for path in [place] if is_one else [place / name for name in names]:
-                copied += self._spread(path)
-                with contextlib.suppress(CheckpointNotFoundError):
+                # One that is damaged on all nodes keeps no other from its copies.
+                with self._tried(path.key):
+                    self._spread(path, copied)
                     note = open_committed(path).note
-                    copied += self._spread(path / note.attempt.name, note.files)
+                    self._spread(path / note.attempt.name, copied, note.files)
         if copied:
             self._post(lambda: self._settle(copied))
 
@@ -147,14 +145,16 @@ class Copies:
             own, name_of = self._job.own, self.store.name_of
             self.store.delete(key for key in copied if own.find(name_of(key)) is None)
 
-    def _spread(self, folder: ObjectPath, files: Mapping[str, FileRecord] = _NONE) -> list[str]:
+    def _spread(
+        self, folder: ObjectPath, copied: list[str], files: Mapping[str, FileRecord] | None = None
+    ) -> None:
         """Copy the small objects in ``folder`` to the nodes that lack them, and note the data ``files`` that lack
-        copies, if this node is the first that has them. Returns the keys of what was copied.
+        copies, if this node is the first that has them. Adds the keys of what is copied to ``copied``.
         """
-        job, copied = self._job.nodes(), []
+        job = self._job.nodes()
         for name, held in self.store.held_below(folder.key).items():
             key = (folder / name).key
-            if (record := files.get(f"{folder.name}/{name}")) is not None:
+            if (record := (files or {}).get(f"{folder.name}/{name}")) is not None:
                 whole, lacking = self.store.copies_of(key, record.nbytes, held)
                 if lacking and whole and whole[0] is job.own:
                     self.add(key)
@@ -164,9 +164,8 @@ class Copies:
                 and next(iter(held)) == job.own.name
             ):
                 hit("node.spread.before")
-                self.store.spread(key)
                 copied.append(key)
-        return copied
+                self.store.spread(key)
 
     def _send(self, key: str) -> bool:
         """Send an object to the nodes that lack it; returns whether there is no more to do."""
