@@ -66,7 +66,7 @@ class LocalStore:
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = _path(key)
         with _written(path, [data], memoryview(data).nbytes) as unfinished:
-            created = _created(unfinished, path)
+            created = create_name(unfinished, path)
             with contextlib.suppress(OSError):
                 operations.unlink(unfinished)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
@@ -271,7 +271,7 @@ def _read(key: str, begin: int, end: int | None) -> Buffer:
         os.close(descriptor)
 
 
-def _created(unfinished: Path, path: Path) -> bool:
+def create_name(unfinished: Path, path: Path) -> bool:
     """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
         operations.link(unfinished, path)

@@ -26,7 +26,7 @@ from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import INDEX_NAME
-from dcp_datastates.storage.local_store import UNFINISHED, LocalStore
+from dcp_datastates.storage.local_store import UNFINISHED, LocalStore, create_name
 from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 
 _GRANT_BYTES: Final = 64 << 20
@@ -230,9 +230,9 @@ class Unpublished:
     """An object that is being written. One thread at a time. It does not appear unless it is published."""
 
     def __init__(self, files: NodeFiles, target: str) -> None:
-        self._files, self._target = files, target
+        self._files, self._target = files, Path(target)
         self._folder, name = os.path.split(target)
-        self._path: Final = os.path.join(self._folder, f".{name}.{secrets.token_hex(8)}~")
+        self._path: Final = Path(self._folder, f".{name}.{secrets.token_hex(8)}~")
         self._file = self._create()
         self._granted = 0
 
@@ -254,17 +254,13 @@ class Unpublished:
         """Let the object appear under its key; ``if_absent``: unless one is there. Returns whether it has."""
         if self._files.sync:
             os.fsync(self._file.fileno())
-        has_appeared = True
-        if not if_absent:
-            os.replace(self._path, self._target)
-        else:
-            try:
-                os.link(self._path, self._target)
-            except FileExistsError:
-                has_appeared = False
-        # Also if another process has published it: it may have died before it synced the name.
-        for folder in local.sync_directories(Path(self._folder)) if self._files.sync else ():
-            operations.sync_directory(folder, _PHASE)
+        with operations.during(_PHASE):
+            has_appeared = not if_absent or create_name(self._path, self._target)
+            if not if_absent:
+                operations.rename(self._path, self._target)
+            # Also if another process has published it: it may have died before it synced the name.
+            for folder in local.sync_directories(self._target.parent) if self._files.sync else ():
+                operations.sync_directory(folder)
         return has_appeared
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def test_what_is_no_file_is_no_object_and_holds_nobody_up(tmp_path):
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_path, monkeypatch):
     order = []
-    for name in ("fsync", "replace"):
+    for name in ("fsync", "rename"):
         call = getattr(os, name)
         monkeypatch.setattr(
             os, name, lambda *a, name=name, call=call: order.append(name) or call(*a)
@@ -143,7 +143,7 @@ def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_pat
     with contextlib.closing(NodeFiles("a", tmp_path, sync=sync).unpublished("run/x/file")) as new:
         new.write(b"data")
         assert new.publish(if_absent=False)
-    assert order[:2] == (["fsync", "replace"] if sync else ["replace"])
+    assert order[:2] == (["fsync", "rename"] if sync else ["rename"])
     assert order[2:].count("fsync") == (len(order) - 2 if sync else 0)
     assert len(order[2:]) >= 3 * sync  # the folder of the file, and those around it
 
