@@ -65,7 +65,7 @@ BUDGETS = {
     "saving": 1_969,
     "sharing": 697,
     "staging": 1_907,
-    "storage": 3_462,
+    "storage": 3_461,
     "tiers": 2_121,
     "torchtitan": 471,
     "weights": 920,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_351}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_352}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"
