@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -79,6 +80,19 @@ def store() -> Any:
     from support.simulated.object_stores import MemoryStore
 
     return MemoryStore()
+
+
+@pytest.fixture
+def slow(store: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an archive in :func:`store`. What that refuses is tried again soon."""
+    from support.simulated.object_stores import installed
+
+    from dcp_datastates.tiers import carrying
+
+    monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.05)
+    # Of its own: the process has one archive for each directory.
+    return str(installed(monkeypatch, store, f"{secrets.token_hex(4)}/step-1").parent)
 
 
 @pytest.fixture(scope="module")

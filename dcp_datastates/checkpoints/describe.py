@@ -193,7 +193,7 @@ def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
         files=tuple(
             DataFile(
                 name,
-                attempts.rank_of(Path(name).name),
+                attempts.rank_of(name),
                 committed.note.files[name].nbytes,
                 found if isinstance(found, int) else None,
                 tuple(copies.get(Path(name).name, ())),

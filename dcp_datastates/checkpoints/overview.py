@@ -171,7 +171,7 @@ def overview(root: Location) -> Directory:
 
 def ranks_of(paths: Iterable[str]) -> int:
     """How many ranks have written the data files at ``paths``."""
-    return len({attempts.rank_of(path.rpartition("/")[2]) for path in paths} - {None})
+    return len(set(map(attempts.rank_of, paths)) - {None})
 
 
 def _listed(found: Found) -> Listed:

@@ -26,7 +26,7 @@ from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.layout import ChecksumTable, blocks
 from dcp_datastates.format.metadata_check import elements
 from dcp_datastates.format.metadata_table import FileRecord
-from dcp_datastates.io.committed import Committed, open_committed, replacement, wrong_size
+from dcp_datastates.io.committed import Committed, open_committed, replacement, sizes, wrong_size
 from dcp_datastates.process.forks import public
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import attempts, local, presence
@@ -37,13 +37,10 @@ from dcp_datastates.storage.object_path import (
     leave_copy,
     locate,
 )
-from dcp_datastates.storage.object_store import ObjectStore
 from dcp_datastates.storage.readable import ReadableFile
 from dcp_datastates.text import count, size
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
-
-_MISSING: Final = "missing"
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
@@ -166,11 +163,12 @@ def examine_copies(directory: Location, committed: Committed, threads: int) -> N
     """Read the further copies of all data files, after :func:`examine` has found no damage. A damaged one is named in
     the log, and replaced. Raises :class:`StorageError`.
     """
-    for node, store in copies_elsewhere(directory).items():
-        damages = Examination(directory, committed, store).run(threads, None)
+    for node, there in copies_elsewhere(directory).items():
+        found = sizes(there, committed.note.files)
+        files = [file for file, nbytes in found.items() if isinstance(nbytes, int)]
+        damages = Examination(there, committed, files).run(threads, None)
         for file, problem in {each.file: each.problem for each in damages}.items():
-            if problem != _MISSING:
-                leave_copy(directory / file, problem, node)
+            leave_copy(directory / file, problem, node)
 
 
 class _Bad(NamedTuple):
@@ -188,14 +186,15 @@ class _File(NamedTuple):
 
 
 class Examination:
-    """One examination of a checkpoint's data files, in ``store``, if not in the directory's own."""
+    """One examination of a checkpoint's data files, of all or of ``files``."""
 
     def __init__(
-        self, directory: Location, committed: Committed, store: ObjectStore | None = None
+        self, directory: Location, committed: Committed, files: Iterable[str] | None = None
     ) -> None:
-        self._directory, self._store = directory, store
+        self._directory = directory
         self._table, self._contents = committed.table, Contents(committed.table)
-        self._files = list(committed.note.files.values())
+        records = committed.note.files
+        self._files = [records[file] for file in (records if files is None else files)]
         self._buffers = threading.local()
         self._lock = threading.Lock()  # guards what follows
         self._bad: dict[str, list[_Bad]] = defaultdict(list)  # by file
@@ -255,12 +254,12 @@ class Examination:
         """The open file; None if it is missing, or its checksums cannot be read. Raises OSError."""
         path = self._directory / record.relative_path
         try:
-            source = ReadableFile(path, self._store)
+            source = ReadableFile(path)
         except presence.NotAFileError as error:
             self._condemn(record, str(error.strerror))
             return None
         except FileNotFoundError:
-            self._condemn(record, _MISSING)
+            self._condemn(record, "missing")
             return None
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error

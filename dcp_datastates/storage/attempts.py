@@ -138,9 +138,9 @@ def has_foreign_metadata(directory: Location) -> bool:
         return False
 
 
-def rank_of(name: str) -> int | None:
-    """The rank that writes a data file with this name; None if it is not a name of this package."""
-    match = _DATA_FILE.fullmatch(name)
+def rank_of(path: str) -> int | None:
+    """The rank that writes the data file at this path, or with this name; None if it is no data file's."""
+    match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
     return int(match[1]) if match else None
 
 

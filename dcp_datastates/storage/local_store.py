@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import DataStatesError, StorageError
+from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_store import (
@@ -66,7 +68,7 @@ class LocalStore:
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = _path(key)
         with _written(path, [data], memoryview(data).nbytes) as unfinished:
-            created = _created(unfinished, path)
+            created = create_name(unfinished, path)
             with contextlib.suppress(OSError):
                 operations.unlink(unfinished)
         # Also if another process has created it: it may have died before it synced the name, and a caller relies on it.
@@ -258,21 +260,17 @@ def _read(key: str, begin: int, end: int | None) -> Buffer:
             return bytes.fromhex(text.removeprefix(_MARK))[begin:end]
     if (descriptor := presence.judged(local.open_regular, path)) is None:
         raise ObjectMissingError(str(path))
-    try:
-        with local.explained("reading", path):
-            if end is None:
-                end = os.fstat(descriptor).st_size
-                if end > _MOST_BYTES:
-                    why = f"it has {end} bytes, more than the metadata of any checkpoint"
-                    raise StorageError(errno.EFBIG, why, str(path))
-            data = bytearray(end - begin)
-            del data[local.read_at(descriptor, begin, memoryview(data)) :]
-            return data
-    finally:
-        os.close(descriptor)
+    with closed_in_children(io.FileIO(descriptor)), local.explained("reading", path):
+        nbytes = os.fstat(descriptor).st_size
+        if end is None and nbytes > _MOST_BYTES:
+            why = f"it has {nbytes} bytes, more than the metadata of any checkpoint"
+            raise StorageError(errno.EFBIG, why, str(path))
+        data = bytearray(max(0, min(nbytes, nbytes if end is None else end) - begin))
+        del data[local.read_at(descriptor, begin, memoryview(data)) :]
+        return data
 
 
-def _created(unfinished: Path, path: Path) -> bool:
+def create_name(unfinished: Path, path: Path) -> bool:
     """Give the file ``unfinished`` the name ``path`` unless there is such a name; returns whether it has it."""
     try:
         operations.link(unfinished, path)

@@ -18,6 +18,10 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL
 _CREDENTIALS: Final = re.compile(r"(?i)\?.*(token|secret|passw|sig|key|credential)\w*=")
 
 
+Options = Mapping[str, Any] | None
+"""fsspec's ``storage_options`` of a store."""
+
+
 def url_of(root: str, key: str) -> str:
     """The URL of an object in the store at ``root``, which has no bucket if it is ``memory://``."""
     return f"{root}/{key}" if key and not root.endswith("/") else root + key
@@ -31,19 +35,25 @@ class ObjectPath:
     which are never shown.
     """
 
-    __slots__ = ("_options", "_url", "key", "root")
+    __slots__ = ("_options", "_store", "_url", "key", "root")
 
-    def __init__(self, root: str, key: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, root: str, key: str, options: Options = None, store: ObjectStore | None = None
+    ) -> None:
         self.root: Final = root
         """``s3://bucket``; ``""`` is the file system."""
         self.key: Final = key
         """Without slashes at its ends; ``""`` is the bucket itself."""
         self._options: Final = options
+        self._store: Final = store
+        """If it is not the one that this process opens at ``root``."""
         self._url: Final = url_of(root, key)
 
     @property
     def store(self) -> ObjectStore:
         """The store, opened on first use. Raises :class:`ConfigurationError` if its library is missing."""
+        if self._store is not None:
+            return self._store
         return _FILES if self.is_local else store_of(self.root, self._options)
 
     @property
@@ -71,11 +81,12 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        return ObjectPath(self.root, self.key.rpartition("/")[0], self._options)
+        return ObjectPath(self.root, self.key.rpartition("/")[0], self._options, self._store)
 
     def __truediv__(self, below: str | os.PathLike[str]) -> ObjectPath:
         text = os.fspath(below)
-        return ObjectPath(self.root, f"{self.key}/{text}" if self.key else text, self._options)
+        key = f"{self.key}/{text}" if self.key else text
+        return ObjectPath(self.root, key, self._options, self._store)
 
     def is_symlink(self) -> bool:
         return False
@@ -122,12 +133,10 @@ def is_url(path: object) -> bool:
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
-def locate(
-    path: AnyPath, below: str | None = None, options: Mapping[str, Any] | None = None
-) -> Location:
+def locate(path: AnyPath, below: str | None = None, options: Options = None) -> Location:
     """The place that ``path`` names: a URL's in its store, anything else in the file system (:func:`local.local_path`).
 
-    ``options`` are fsspec's ``storage_options``. Opens nothing but stores of registered schemes (:func:`register`).
+    Opens nothing but stores of registered schemes (:func:`register`).
 
     Raises :class:`ConfigurationError`: the URL has no bucket, has credentials, or a segment that no key can have; or
     there are ``options`` for a path that is no URL.
@@ -177,9 +186,7 @@ def locate(
     return ObjectPath(root, key, options)
 
 
-def locate_all(
-    paths: AnyPath | Sequence[AnyPath], options: Mapping[str, Any] | None = None
-) -> tuple[Location, ...]:
+def locate_all(paths: AnyPath | Sequence[AnyPath], options: Options = None) -> tuple[Location, ...]:
     """The places that ``paths`` names, one or several tiers, the nearest first. ``options`` are those of the URLs.
 
     Raises as :func:`locate` and :func:`check_opens`, and :class:`ConfigurationError` if there is none.
@@ -213,10 +220,11 @@ def copies_in(folder: Location) -> dict[str, Sequence[str]]:
     return path.store.places(path.key) if isinstance(path.store, CopiedStore) else {}
 
 
-def copies_elsewhere(folder: Location) -> dict[str, ObjectStore]:
-    """:meth:`CopiedStore.elsewhere`; none if the folder's store has one copy of each object."""
-    store = stored(folder).store
-    return store.elsewhere() if isinstance(store, CopiedStore) else {}
+def copies_elsewhere(folder: Location) -> dict[str, ObjectPath]:
+    """The folder in each store of :meth:`CopiedStore.elsewhere`; none if its store has one copy of each object."""
+    path = stored(folder)
+    stores = path.store.elsewhere() if isinstance(path.store, CopiedStore) else {}
+    return {node: ObjectPath(path.root, path.key, None, store) for node, store in stores.items()}
 
 
 def check_opens(location: Location) -> None:
@@ -257,9 +265,9 @@ def register(scheme: str, opener: Callable[[str, str], ObjectStore]) -> None:
     _openers[scheme] = opener
 
 
-def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
+def store_of(root: str, options: Options = None) -> ObjectStore:
     """The store at ``root``, such as ``s3://bucket``: through obstore, as :func:`register` says, or through fsspec for
-    other schemes and if there are ``options`` (fsspec's ``storage_options``). Any thread.
+    other schemes and if there are ``options``. Any thread.
 
     Raises :class:`ConfigurationError` if the library is not installed or refuses the options.
     """
@@ -273,7 +281,7 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
         return _opened[root, by_options]
 
 
-def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:
+def _open(root: str, options: Options) -> ObjectStore:
     by_obstore = root.partition("://")[0] in _OBSTORE_SCHEMES and not options
     library = "obstore" if by_obstore else "fsspec"
     try:  # the libraries are in the extra "cloud"

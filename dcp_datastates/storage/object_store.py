@@ -10,15 +10,14 @@ import errno
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
 from dcp_datastates.errors import StorageError
 
 
-@dataclass(frozen=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """An object, as a listing shows it."""
 
     key: str

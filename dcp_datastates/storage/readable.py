@@ -8,20 +8,19 @@ import weakref
 
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath
-from dcp_datastates.storage.object_store import ObjectStore
 from dcp_datastates.storage.presence import judged
 
 
 class ReadableFile:
-    """The file or the object at ``location``, open; an object in ``store``, if not in its own. Any thread may read.
+    """The file or the object at ``location``, open. Any thread may read.
 
     Raises OSError, as its methods do.
     """
 
-    def __init__(self, location: Location, store: ObjectStore | None = None) -> None:
+    def __init__(self, location: Location) -> None:
         self._descriptor: int | None = None
         if isinstance(location, ObjectPath):
-            self._store, self._key = store or location.store, location.key
+            self._store, self._key = location.store, location.key
             self.nbytes = self._store.size(self._key)
         else:
             self._descriptor = judged(local.open_regular, location)

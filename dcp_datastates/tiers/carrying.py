@@ -100,8 +100,7 @@ class Carrier:
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
-        rank = attempts.rank_of(record.relative_path.rpartition("/")[2])
-        return (rank or 0) % self._work.world == self._work.rank
+        return (attempts.rank_of(record.relative_path) or 0) % self._work.world == self._work.rank
 
     def until_done(self, work: Callable[[], T], target: Location) -> T:
         """The result of ``work``, which is tried again for as long as storage fails."""

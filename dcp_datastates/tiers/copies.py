@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final
 
 from dcp_datastates.checkpoints.copy import checked_pieces
@@ -27,12 +26,12 @@ from dcp_datastates.format.metadata_table import FileRecord
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.process.futures import Worker
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt
+from dcp_datastates.storage.attempts import DELETING, INDEX_NAME, committed_attempt, rank_of
 from dcp_datastates.storage.decisions import decision_path
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.tiers import nodes
-from dcp_datastates.tiers.node_store import NodeStore, is_data
+from dcp_datastates.tiers.node_store import NodeStore
 from dcp_datastates.tiers.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,6 @@ _SETTLE_SECONDS: Final = 5.0
 """After which a small object that was copied is looked at again: it may have been deleted meanwhile."""
 
 _LOOK_SECONDS: Final = 0.05
-
-_NONE: Final = MappingProxyType[str, FileRecord]({})
 
 
 class Copies:
@@ -93,7 +90,6 @@ class Copies:
 
     def _post(self, work: Callable[[], object]) -> None:
         def run() -> None:
-            nodes.background.job = self._job
             with contextlib.suppress(_Ending):
                 self._wait(0)
                 work()
@@ -128,16 +124,17 @@ class Copies:
         with self._tried(root):
             if not self._job.nodes().is_first:
                 return
-            place = ObjectPath(self.store.url, root)
+            place = self._path(root)
             names = [each[:-1] for each in self.store.held_below(root) if each.endswith("/")]
             is_one = any(Attempt.parse(name) for name in names)
             for folder in [] if is_one else [place, place / INDEX_NAME]:
-                copied += self._spread(folder)
+                self._spread(folder, copied)
             for path in [place] if is_one else [place / name for name in names]:
-                copied += self._spread(path)
-                with contextlib.suppress(CheckpointNotFoundError):
+                # One that is damaged on all nodes keeps no other from its copies.
+                with self._tried(path.key):
+                    self._spread(path, copied)
                     note = open_committed(path).note
-                    copied += self._spread(path / note.attempt.name, note.files)
+                    self._spread(path / note.attempt.name, copied, note.files)
         if copied:
             self._post(lambda: self._settle(copied))
 
@@ -148,30 +145,31 @@ class Copies:
             own, name_of = self._job.own, self.store.name_of
             self.store.delete(key for key in copied if own.find(name_of(key)) is None)
 
-    def _spread(self, folder: ObjectPath, files: Mapping[str, FileRecord] = _NONE) -> list[str]:
+    def _spread(
+        self, folder: ObjectPath, copied: list[str], files: Mapping[str, FileRecord] | None = None
+    ) -> None:
         """Copy the small objects in ``folder`` to the nodes that lack them, and note the data ``files`` that lack
-        copies, if this node is the first that has them. Returns the keys of what was copied.
+        copies, if this node is the first that has them. Adds the keys of what is copied to ``copied``.
         """
-        job, copied = self._job.nodes(), []
+        job = self._job.nodes()
         for name, held in self.store.held_below(folder.key).items():
             key = (folder / name).key
-            if (record := files.get(f"{folder.name}/{name}")) is not None:
+            if (record := (files or {}).get(f"{folder.name}/{name}")) is not None:
                 whole, lacking = self.store.copies_of(key, record.nbytes, held)
                 if lacking and whole and whole[0] is job.own:
                     self.add(key)
             elif (
-                not (name.endswith("/") or is_data(name) or name == DELETING)
+                not (name.endswith("/") or rank_of(name) is not None or name == DELETING)
                 and len(held) < len(job.ring)
                 and next(iter(held)) == job.own.name
             ):
                 hit("node.spread.before")
-                self.store.spread(key)
                 copied.append(key)
-        return copied
+                self.store.spread(key)
 
     def _send(self, key: str) -> bool:
         """Send an object to the nodes that lack it; returns whether there is no more to do."""
-        file = ObjectPath(self.store.url, key)
+        file = self._path(key)
         directory = file.parent.parent
         committed = open_committed(directory)
         attempt = committed.note.attempt
@@ -205,8 +203,11 @@ class Copies:
         self._wait(self._pace.delay(nbytes))
 
     def _wait(self, seconds: float) -> None:
-        if self._closing.wait(seconds):
+        if self._closing.wait(seconds) or self._job.is_over():
             raise _Ending
+
+    def _path(self, key: str) -> ObjectPath:
+        return ObjectPath(self.store.url, key, store=self.store)  # of this job, whatever begins
 
     @contextlib.contextmanager
     def _tried(self, key: str) -> Iterator[None]:
@@ -218,8 +219,7 @@ class Copies:
         except (DataStatesError, OSError) as error:
             if self._job.is_over():
                 raise _Ending from None
-            path = ObjectPath(self.store.url, key)
-            logger.warning("copies of %s cannot be made now: %s", path, error)
+            logger.warning("copies of %s cannot be made now: %s", self._path(key), error)
 
 
 class _Ending(Exception):

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.tiers.node_files import Entry, NodeFiles, Unpublished
+from dcp_datastates.storage.object_store import StoredObject
+from dcp_datastates.tiers.node_files import NodeFiles, Unpublished
 from dcp_datastates.tiers.pace import Pace
 from dcp_datastates.wire.line import Client, DamagedError, Line
 from dcp_datastates.wire.secret import Address
@@ -43,16 +44,16 @@ class OtherNode:
         self.client: Final = Client(addresses, most_idle=_MOST_IDLE)
         self._pace = pace
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoredObject | None:
         found, _ = self._asked("find", key)
-        return None if found is None else Entry(*found)
+        return None if found is None else StoredObject(*found)
 
     def read(self, key: str, begin: int, end: int) -> Buffer | None:
         is_there, data = self._asked("read", key, begin, end, most=min(end - begin, _MOST_BYTES))
         return data if is_there else None
 
-    def list(self, prefix: str) -> list[Entry]:
-        return [Entry(*each) for each in self._asked("list", prefix)[0]]
+    def list(self, prefix: str) -> list[StoredObject]:
+        return [StoredObject(*each) for each in self._asked("list", prefix)[0]]
 
     def delete(self, keys: Iterable[str]) -> None:
         self._asked("delete", list(keys))

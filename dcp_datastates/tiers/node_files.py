@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import filterfalse
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple
+from typing import Final
 
 from typing_extensions import Buffer
 
@@ -26,7 +26,8 @@ from dcp_datastates.process.forks import closed_in_children
 from dcp_datastates.storage import local, operations, presence
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.attempts import INDEX_NAME
-from dcp_datastates.storage.local_store import UNFINISHED
+from dcp_datastates.storage.local_store import UNFINISHED, LocalStore, create_name
+from dcp_datastates.storage.object_store import ObjectMissingError, StoredObject
 
 _GRANT_BYTES: Final = 64 << 20
 """The most bytes of an object that are written before it is looked again how full the directory is, and synced."""
@@ -35,15 +36,6 @@ _NAMING_SECONDS: Final = 20.0
 """How long a request of another node waits until this process has named the path, too."""
 
 _PHASE: Final = "node"
-
-
-class Entry(NamedTuple):
-    """One object, or a folder, whose key ends in a slash."""
-
-    key: str
-    nbytes: int
-    modified_at: float
-    """In seconds since the epoch."""
 
 
 class NodeFiles:
@@ -115,23 +107,22 @@ class NodeFiles:
 
     # ---- reading -----------------------------------------------------------------------------------
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoredObject | None:
         """The object; None if there is none."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return _entry(key, os.lstat(self._path(key)))
-        return None
+        found = presence.judged(os.lstat, self._path(key))
+        if found is None or not stat.S_ISREG(found.st_mode):
+            return None
+        return StoredObject(key, found.st_size, found.st_mtime)
 
-    def read(self, key: str, begin: int, end: int) -> bytes | None:
+    def read(self, key: str, begin: int, end: int) -> Buffer | None:
         """The bytes ``[begin, end)`` of the object; fewer if it ends before. None if there is none."""
-        missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
-        with contextlib.suppress(*missing), closed_in_children(open(self._path(key), "rb")) as file:
-            if (entry := _entry(key, os.fstat(file.fileno()))) is not None:
-                file.seek(begin)
-                return file.read(max(0, min(end, entry.nbytes) - begin))
+        if self.find(key) is not None:
+            with contextlib.suppress(ObjectMissingError):  # it was deleted a moment ago
+                return LocalStore().get_range(self._path(key)[1:], begin, end)
         return None
 
-    def list(self, prefix: str) -> list[Entry]:
-        """The objects and the folders directly below ``prefix``, in no order."""
+    def list(self, prefix: str) -> list[StoredObject]:
+        """The objects directly below ``prefix``, and the folders, whose keys end in a slash; in no order."""
         found = []
         for name in filterfalse(_is_unfinished, presence.names_in(self._path(prefix))):
             key = f"{prefix}/{name}"
@@ -140,7 +131,7 @@ class NodeFiles:
                 continue
             objects = filterfalse(_is_unfinished, _files(self._path(key)))
             if not presence.is_link(self._path(key)) and any(objects):
-                found.append(Entry(f"{key}/", 0, 0.0))
+                found.append(StoredObject(f"{key}/", 0, 0.0))
         return found
 
     # ---- changing ----------------------------------------------------------------------------------
@@ -239,9 +230,9 @@ class Unpublished:
     """An object that is being written. One thread at a time. It does not appear unless it is published."""
 
     def __init__(self, files: NodeFiles, target: str) -> None:
-        self._files, self._target = files, target
+        self._files, self._target = files, Path(target)
         self._folder, name = os.path.split(target)
-        self._path: Final = os.path.join(self._folder, f".{name}.{secrets.token_hex(8)}~")
+        self._path: Final = Path(self._folder, f".{name}.{secrets.token_hex(8)}~")
         self._file = self._create()
         self._granted = 0
 
@@ -263,17 +254,13 @@ class Unpublished:
         """Let the object appear under its key; ``if_absent``: unless one is there. Returns whether it has."""
         if self._files.sync:
             os.fsync(self._file.fileno())
-        has_appeared = True
-        if not if_absent:
-            os.replace(self._path, self._target)
-        else:
-            try:
-                os.link(self._path, self._target)
-            except FileExistsError:
-                has_appeared = False
-        # Also if another process has published it: it may have died before it synced the name.
-        for folder in local.sync_directories(Path(self._folder)) if self._files.sync else ():
-            operations.sync_directory(folder, _PHASE)
+        with operations.during(_PHASE):
+            has_appeared = not if_absent or create_name(self._path, self._target)
+            if not if_absent:
+                operations.rename(self._path, self._target)
+            # Also if another process has published it: it may have died before it synced the name.
+            for folder in local.sync_directories(self._target.parent) if self._files.sync else ():
+                operations.sync_directory(folder)
         return has_appeared
 
     def close(self) -> None:
@@ -345,7 +332,3 @@ def _files(folder: str, of_checkpoints: bool = False) -> Iterator[str]:
         if of_checkpoints and within != folder:
             folders[:] = filter(Attempt.parse, folders)
         yield from (os.path.join(within, name) for name in names)
-
-
-def _entry(key: str, found: os.stat_result) -> Entry | None:
-    return Entry(key, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None

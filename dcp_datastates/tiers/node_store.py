@@ -37,7 +37,6 @@ from dcp_datastates.storage.object_store import (
     StoredObject,
 )
 from dcp_datastates.tiers.node import Node, Writing
-from dcp_datastates.tiers.node_files import Entry
 from dcp_datastates.tiers.nodes import Nodes
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class NodeStore:
     ) -> None:
         # One piece is in flight: each node has it, or its socket has, before the next is taken.
         places = self.nodes().places(key)
-        if not is_data(key):
+        if rank_of(key) is None:
             self.put_on(places, key, pieces)
             return
         self.saves.add(key)
@@ -150,7 +149,7 @@ class NodeStore:
         """See :class:`~dcp_datastates.storage.object_store.CopiedStore`."""
         name, order = self.name_of(key), self._in_order(key)
         found = zip(order, _gathered(order, lambda each: each.find(name)), strict=True)
-        having = [each.name for each, entry in found if isinstance(entry, Entry)]
+        having = [each.name for each, entry in found if isinstance(entry, StoredObject)]
         damaged = node or next(iter(having), "")
         other = next((each for each in having if each != damaged), None)
         if other is None or damaged not in having:
@@ -172,16 +171,16 @@ class NodeStore:
         others = self.nodes().others
         return {node.name: NodeStore(self.url, partial(Nodes, node, [node])) for node in others}
 
-    def held(self, key: str) -> dict[str, Entry]:
+    def held(self, key: str) -> dict[str, StoredObject]:
         """The object as the nodes have it, by their names. Raises :class:`StorageError`."""
         ring, name = self.nodes().ring, self.name_of(key)
         found = self._all("looking at", key, ring, lambda node: node.find(name))
         return {node.name: each for node, each in zip(ring, found, strict=True) if each is not None}
 
-    def held_below(self, prefix: str) -> dict[str, dict[str, Entry]]:
+    def held_below(self, prefix: str) -> dict[str, dict[str, StoredObject]]:
         """What lies directly below ``prefix``, by its name, which ends in a slash if it is a folder, and by node."""
         ring, below = self.nodes().ring, self.name_of(prefix)
-        found = defaultdict[str, dict[str, Entry]](dict)
+        found = defaultdict[str, dict[str, StoredObject]](dict)
         answers = self._all("listing", prefix, ring, lambda node: node.list(below))
         for node, entries in zip(ring, answers, strict=True):
             for entry in entries:
@@ -189,7 +188,7 @@ class NodeStore:
         return found
 
     def copies_of(
-        self, key: str, nbytes: int, held: Mapping[str, Entry]
+        self, key: str, nbytes: int, held: Mapping[str, StoredObject]
     ) -> tuple[Sequence[Node], Sequence[Node]]:
         """Of an object of ``nbytes`` bytes, which the nodes have as ``held`` says: those that have it whole, as far as
         is known; and those that it is to be sent to: whose copy is damaged, and as many more as are missing.
@@ -203,7 +202,7 @@ class NodeStore:
                 damaged.append(node)
             else:
                 whole.append(node)
-        wanted = 1 + nodes.peers if is_data(key) else len(nodes.ring)
+        wanted = len(nodes.ring) if rank_of(key) is None else 1 + nodes.peers
         missing = max(0, wanted - len(whole) - len(damaged))
         return whole, [*damaged, *without[:missing]]
 
@@ -347,11 +346,6 @@ class NodeStore:
             raise StorageError(
                 error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
             ) from error
-
-
-def is_data(key: str) -> bool:
-    """Whether it is the key of a data file, which need not lie on all nodes."""
-    return rank_of(key.rpartition("/")[2]) is not None
 
 
 def _gathered(

@@ -99,13 +99,13 @@ class Nodes:
 
     def places(self, key: str) -> Sequence[Node]:
         """The nodes on which this process stores the object: of a data file the own one and its peers, else all."""
-        if rank_of(key.rpartition("/")[2]) is None:
+        if rank_of(key) is None:
             return self.ring
         return [self.own, *self.others[: self.peers]]
 
     def homes(self, key: str) -> list[Node]:
         """As :meth:`places`, on any node: those of the rank whose data file it is; all nodes, the nearest first."""
-        rank = rank_of(key.rpartition("/")[2]) or 0
+        rank = rank_of(key) or 0
         at = self.ring.index(self.of_ranks[rank % len(self.of_ranks)]) if self.of_ranks else 0
         return [*self.ring[at:], *self.ring[:at]]
 
@@ -259,9 +259,6 @@ _lock = threading.RLock()  # guards what follows
 _config = NodesConfig()
 _jobs: dict[str, NodesJob] = {}
 
-background: Final = threading.local()
-"""In a thread with a ``job``, that job's stores are used as long as it lasts, and no other is begun."""
-
 
 def configure_nodes(
     *,
@@ -322,9 +319,6 @@ def current(scheme: str) -> NodesJob:
     rank_set = rank_set_of(None)
     with _lock:
         job = _jobs.get(scheme)
-        mine: NodesJob | None = getattr(background, "job", None)
-        if mine is not None and (job is not mine or mine.is_over()):
-            raise StorageError(errno.ESHUTDOWN, "the job has ended")
         if job is None or not job.is_of(rank_set):
             if job is not None:
                 del _jobs[scheme]

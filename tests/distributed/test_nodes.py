@@ -329,6 +329,15 @@ def test_a_node_that_comes_back_empty_gets_all_copies_again(tmp_path, lost):
     run_on_ranks(2, find_on_nodes, root=str(tmp_path), number=2, saved_by=2)
 
 
+def test_one_that_is_damaged_on_all_nodes_keeps_no_other_from_its_copies(tmp_path):
+    for number in (1, 3, 4):
+        run_on_ranks(2, save_on_nodes, root=str(tmp_path), number=number)
+    for path in tmp_path.glob("node*/run/step-[14]/*/decision"):
+        path.write_bytes(bytes(1000))
+    shutil.rmtree(tmp_path / "node1/run/step-3")
+    run_on_ranks(2, find_copies_again, root=str(tmp_path))
+
+
 def test_a_node_is_lost_with_its_process(tmp_path):
     root, body = str(tmp_path), f"{__name__}:try_to_save_on_nodes"
     run_on_ranks(2, save_on_nodes, root=root, number=1)

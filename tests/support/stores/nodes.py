@@ -37,8 +37,8 @@ class Cluster:
     def address(self, name: str) -> Address:
         return self.servers[name].address
 
-    def other(self, name: str) -> OtherNode:
-        return OtherNode(name, [self.address(name)], Pace())
+    def other(self, name: str, at: Sequence[Address] = ()) -> OtherNode:
+        return OtherNode(name, at or [self.address(name)], Pace())
 
     def store(
         self,
@@ -48,9 +48,7 @@ class Cluster:
     ) -> NodeStore:
         """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
         ring: list[Node] = [
-            self.files[name]
-            if name == own
-            else OtherNode(name, addresses.get(name, [self.address(name)]), Pace())
+            self.files[name] if name == own else self.other(name, addresses.get(name, ()))
             for name in self.names
         ]
         nodes = Nodes(ring[self.names.index(own)], ring, self.peers)

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from support.commands import run_cli
-from support.simulated.object_stores import installed
 from support.state.checkpoints import assert_same, save
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of
@@ -21,11 +20,6 @@ from dcp_datastates.storage.object_path import locate
 
 def _state(seed):
     return {"w": filled((300_000,), torch.float32, seed), "b": filled((7,), torch.float32, seed)}
-
-
-@pytest.fixture
-def slow(store, monkeypatch):
-    return str(installed(monkeypatch, store).parent)
 
 
 @pytest.fixture

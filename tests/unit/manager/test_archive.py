@@ -1,30 +1,17 @@
 """A manager with two tiers: what is archived, what stays, and what a restart finds."""
 
-import secrets
 import shutil
 import threading
 
 import pytest
 import torch
-from support.simulated.object_stores import Fate, installed
+from support.simulated.object_stores import Fate
 from support.state.archiving import restart
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, Keep, verify
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.tiers import archive, carrying
-
-
-@pytest.fixture
-def slow(store, monkeypatch):
-    # Of its own: the process has one archive for each directory.
-    return str(installed(monkeypatch, store, f"{secrets.token_hex(4)}/step-1").parent)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.05)
+from dcp_datastates.tiers import archive
 
 
 @pytest.fixture

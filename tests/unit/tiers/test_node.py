@@ -19,8 +19,10 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
     ended = run_script(
         """
         from pathlib import Path
+        from dcp_datastates.storage import local
         from dcp_datastates.tiers.node_files import NodeFiles
         files = NodeFiles("a", Path(path), 1 << 20)
+        Path(path, "read").write_bytes(b"x")
         new = files.unpublished("run/x")
         new.write(b"x" * 1000)
         def held():
@@ -28,16 +30,15 @@ def test_a_forked_child_holds_no_lock_and_no_bytes(tmp_path):
                      os.path.islink(f"/proc/self/fd/{each}")]
             return [each for each in found if each.startswith(path)]
         assert len(held()) == 1, held()
-        come, go = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(go)
-            nothing = held() == []
-            os.read(come, 1)
-            os._exit(0 if nothing else 1)
+        def fork(*_):
+            assert len(held()) == 2, held()
+            if (child := os.fork()) == 0:
+                os._exit(len(held()))
+            assert os.waitpid(child, 0)[1] == 0
+            return 0
+        local.read_at = fork
+        files.read("read", 0, 1)
         new.close()
-        os.write(go, b"x")
-        assert os.waitpid(child, 0)[1] == 0
         """,
         tmp_path / "node",
     )
@@ -121,10 +122,21 @@ def test_in_the_whole_file_system_only_a_users_own_directory_is_written_to(tmp_p
     assert [*directory.iterdir()] == []
 
 
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_no_object_and_holds_nobody_up(tmp_path):
+    files, run = NodeFiles("a", tmp_path), tmp_path / "run"
+    (run / "folder").mkdir(parents=True)
+    os.mkfifo(run / "pipe")
+    (run / "link").symlink_to(__file__)
+    for name in ("pipe", "link", "folder", "missing", "pipe/below"):
+        assert (files.find(f"run/{name}"), files.read(f"run/{name}", 0, 9)) == (None, None)
+    assert files.list("run") == []
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_path, monkeypatch):
     order = []
-    for name in ("fsync", "replace"):
+    for name in ("fsync", "rename"):
         call = getattr(os, name)
         monkeypatch.setattr(
             os, name, lambda *a, name=name, call=call: order.append(name) or call(*a)
@@ -132,7 +144,7 @@ def test_a_disk_has_a_file_and_its_name_before_it_counts_as_stored(sync, tmp_pat
     with contextlib.closing(NodeFiles("a", tmp_path, sync=sync).unpublished("run/x/file")) as new:
         new.write(b"data")
         assert new.publish(if_absent=False)
-    assert order[:2] == (["fsync", "replace"] if sync else ["replace"])
+    assert order[:2] == (["fsync", "rename"] if sync else ["rename"])
     assert order[2:].count("fsync") == (len(order) - 2 if sync else 0)
     assert len(order[2:]) >= 3 * sync  # the folder of the file, and those around it
 

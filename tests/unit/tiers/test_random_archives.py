@@ -11,7 +11,6 @@ from support.tiers import tries
 
 from dcp_datastates import latest, load, retain, verify
 from dcp_datastates.checkpoints.listing import checkpoints
-from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import archive, carrying
 
 
@@ -135,4 +134,3 @@ def test_nothing_is_lost_whatever_happens(lives, tmp_path, monkeypatch):
             finally:
                 life.rate = 0.0
                 life.restart()
-    assert locate(slow)
