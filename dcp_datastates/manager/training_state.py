@@ -103,7 +103,7 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        if _PACKED in state or not _keeps_its_types(state):
+        if not isinstance(state, Mapping) or _PACKED in state or not _keeps_its_types(state):
             self.given = serialize(state)
             return {_PACKED: self.given}
         return dict(_containers_copied(state))

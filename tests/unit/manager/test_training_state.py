@@ -215,6 +215,7 @@ marks = pytest.mark.parametrize("mark", [lambda part: part, PerRank], ids=["obje
         {"pair": (1, 2.0), "nested": ([1], {"a": 2})},
         {"packed": 3, "other": [1]},
         {"plain": {"a": [1, 2], "b": torch.ones(2)}, "none": None},
+        *([torch.ones(2)], [(1, 2), (3, 4)], torch.ones(2), "ab", 5, None),
     ],
     ids=str,
 )
