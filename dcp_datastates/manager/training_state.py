@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _RANK: Final = "rank-"
 _PACKED: Final = "packed"
 """The name, below that of an object, of a state that DCP would change: it is stored as ``torch.save`` writes it."""
+_RESERVED: Final = re.compile(rf"{_PACKED}|{_RANK}\d+")
 
 
 @dataclass
@@ -103,13 +104,13 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        if not isinstance(state, Mapping) or _PACKED in state or not _keeps_its_types(state):
+        if not isinstance(state, Mapping) or not _keeps_its_types(state):
             self.given = serialize(state)
             return {_PACKED: self.given}
         return dict(_containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = state.get(_PACKED, state)
+        found = state.get(_PACKED, state) if isinstance(state, Mapping) else state
         if self.given is None or found is not self.given:
             self.value.load_state_dict(found)
 
@@ -193,6 +194,12 @@ class TrainingState:
                     del loaded[name]
                     left_out.append(name)
             elif isinstance(part, _Object):
+                if below - {_PACKED} and all(map(_RESERVED.fullmatch, below)):
+                    raise IncompatibleStateError(
+                        f"{name!r} was saved as a PerRank(…), and the program has not marked it: mark it, or pass "
+                        f"exclude={name!r}, which keeps it as the program made it. Nothing was changed.",
+                        missing=[name],
+                    )
                 replaced.append(name)
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
@@ -290,7 +297,7 @@ def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
 
 
 def _keeps_its_types(value: Any) -> bool:
-    """Whether a state comes back from DCP as it was: with strings as keys, plain dicts and lists, and none empty.
+    """Whether a state comes back from DCP as it was: with strings as keys, plain dicts and lists, none empty within.
 
     One with sharded tensors cannot be packed, and passes.
     """
@@ -301,10 +308,10 @@ def _is_plain(value: Any, top: bool = True) -> bool:
     if isinstance(value, Mapping):
         if type(value) not in (dict, OrderedDict) or (type(value) is OrderedDict and not top):
             return False
+        if not value or (top and any(map(_RESERVED.fullmatch, map(str, value)))):
+            return top and not value
         keys = all(type(key) is str for key in value)
-        return (
-            (top or bool(value)) and keys and all(_is_plain(each, False) for each in value.values())
-        )
+        return keys and all(_is_plain(each, False) for each in value.values())
     if isinstance(value, (list, tuple)) and any(
         isinstance(each, (Mapping, list, tuple, torch.Tensor)) for each in value
     ):
