@@ -46,7 +46,7 @@ the package's own folder (errors, configuration)."""
 BUDGETS = {
     "": 1_514,
     "checkpoints": 2_516,
-    "cli": 1_006,
+    "cli": 1_004,
     "commit": 1_581,
     "conversion": 2_054,
     "dcp": 1_948,
@@ -74,7 +74,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_407}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_418}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

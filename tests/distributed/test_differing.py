@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from fractions import Fraction
 
 import pytest
@@ -25,6 +26,8 @@ KINDS = {
     "list": lambda rank: [1, [rank]],
     "tuple": lambda rank: (rank, "a"),
     "array": lambda rank: torch.arange(3).numpy() + rank,
+    "scalar array": lambda rank: torch.tensor(rank).numpy(),
+    "deque": lambda rank: deque([1, rank]),
     "set": lambda rank: {rank, "a"},
     "object": lambda rank: Fraction(rank, 7),
     "in a dict": lambda rank: {"deep": {"x": rank}},
