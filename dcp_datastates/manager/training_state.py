@@ -104,10 +104,11 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        if not isinstance(state, Mapping) or not _keeps_its_types(state):
+        if not _keeps_its_types(state):
             self.given = serialize(state)
             return {_PACKED: self.given}
-        return dict(_containers_copied(state))
+        copied = _containers_copied(state)
+        return dict(copied) if isinstance(state, Mapping) else {_PACKED: copied}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         found = state.get(_PACKED, state) if isinstance(state, Mapping) else state
@@ -301,7 +302,7 @@ def _keeps_its_types(value: Any) -> bool:
 
     One with sharded tensors cannot be packed, and passes.
     """
-    return _is_plain(value) or _any_sharded(value)
+    return (isinstance(value, Mapping) and _is_plain(value)) or _any_sharded(value)
 
 
 def _is_plain(value: Any, top: bool = True) -> bool:
