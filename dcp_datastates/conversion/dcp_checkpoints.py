@@ -259,7 +259,7 @@ class StockSource(_DcpSource):
             raise CheckpointCorruptError(
                 f"{said} has {found.nbytes} bytes, of which {nbytes} are stored"
             )
-        return found
+        return found.resolve_conj().resolve_neg()
 
     def _object(self, name: str) -> bytes:
         return self._data(MetadataIndex(name)).getvalue()

@@ -198,7 +198,7 @@ def select(
         )
     for name in taken:
         tensor = source.tensors.get(name)
-        if tensor is not None and not tensor.is_meta:
+        if tensor is not None and (type(source) is Source or not tensor.is_meta):
             _check_plain(source.path, name, tensor)
     old_of = stored_names.renamed(taken, rename, part=root, all_used=True)
     return Selected(source, old_of, target_dtype)

@@ -302,18 +302,16 @@ def _memory_of(
 
 
 def _check_loadable(memory: torch.Tensor, unusual: bool, name: str) -> None:
-    """Raise :class:`IncompatibleStateError` if no value can be written to this (local) tensor of the state."""
-    reason, way_out = None, ""
-    if unusual and not memory.is_quantized:  # torch quantizes what it casts
-        reason, way_out = without_bytes(memory) or (None, "")
-    if reason is None and not (unusual and is_wrapper(memory)):
+    """Raise :class:`IncompatibleStateError` if no value can be written to this local tensor (torch quantizes it)."""
+    found = without_bytes(memory) if unusual and not memory.is_quantized else None
+    if found is None and not (unusual and is_wrapper(memory)):
         strides = memory.stride()
         if 0 in strides and any(
             stride == 0 and size > 1 for stride, size in zip(strides, memory.shape, strict=True)
         ):
-            reason, way_out = "expanded: elements share memory", "load into a clone() of it"
-    if reason is not None:
-        raise IncompatibleStateError(f"{name!r} cannot be loaded: it is {reason}; {way_out}")
+            found = "expanded: elements share memory", "load into a clone() of it"
+    if found is not None:
+        raise IncompatibleStateError(f"{name!r} cannot be loaded: it is {'; '.join(found)}")
 
 
 def _has_long_runs(memory: torch.Tensor, chunk_sizes: Sizes) -> bool:

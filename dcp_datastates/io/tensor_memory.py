@@ -137,7 +137,9 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "masked", "use its get_data() and get_mask()"
     if tensor.is_quantized:
         return "quantized", "dequantize() it, or use its int_repr() and scales"
-    if tensor.is_nested or tensor.layout is not torch.strided:
+    if tensor.is_nested:
+        return "nested", "use the tensors of its unbind()"
+    if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}", "convert it to_dense(), or use its parts"
     if tensor.device.type == "meta":
         return "on the meta device and has no data", "materialize it first"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
-from dcp_datastates.format.key_paths import KeyPath, key_of, nested, put
+from dcp_datastates.format.key_paths import KeyPath, key_of, name_of, nested, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, renamed_path
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, flattened, is_elsewhere, local_tensor
@@ -121,7 +121,7 @@ class Fitting:
             self._puts[name] = paths[name]
         self._check([name for name, old in zip(wanted, olds, strict=True) if old is None], unfit)
         into = stored.into(tensor_olds, shards_of(tensors, targets, shapes), fit.cast)
-        self._puts |= {name: paths[name] for name in objects if name in paths}
+        self._puts = {name: paths[name] for name in objects if name in paths} | self._puts
         return stored.objects([names[name] for name in objects]), into
 
     def unpickle(self, reads: Reads) -> None:
@@ -209,24 +209,36 @@ class Fitting:
         """Where the state takes all that is stored: remove what is in the way, and make places for what it does not
         have. Returns what cannot have a place, and why.
         """
-        self._prune(paths)
-        olds = {**self._empty, **{name: self.names[name] for name in self._unasked()}}
-        olds = {name: old for name, old in olds.items() if is_under(name, self._filled)}
-        new = [name for name in olds if name not in self._empty]
-        unfit = self._in_the_way(new)
-        self._values |= {name: self.stored.new(olds[name]) for name in new}
-        self._puts = {name: self._path(name, old) for name, old in olds.items()}
+        within = self._within()
+        self._prune(paths, within)
+        unasked = [name for name in self._unasked() if name in within]
+        unfit = self._in_the_way(unasked)
+        self._values |= {name: self.stored.new(self.names[name]) for name in unasked}
+        self._puts = {name: within[name] for name in [*self._empty, *unasked] if name in within}
         return unfit
+
+    def _within(self) -> dict[str, KeyPath]:
+        """What is stored of the filled parts, and where it goes. A name that goes on behind that of a part may be that
+        of another part, which the program has no more.
+        """
+        found = {}
+        for name, old in chain(self.names.items(), self._empty.items()):
+            for part in self._filled.intersection(prefixes_of(name)):
+                first, *rest = path = self._path(name, old)
+                if first == part:
+                    found[name] = path
+                elif name != old or not rest:  # its path is not known
+                    found[name] = (part, name_of((first,)).removeprefix(f"{part}."), *rest)
+        return found
 
     def _path(self, name: str, old: str) -> KeyPath:
         """Where the value called ``name``, which is stored as ``old``, was."""
         return renamed_path(self.stored.path_of(old), old, name)
 
-    def _prune(self, paths: Mapping[str, KeyPath]) -> None:
-        """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
-        where more is stored.
+    def _prune(self, paths: Mapping[str, KeyPath], names: Iterable[str]) -> None:
+        """Remove what is not among the stored ``names`` from what is to become exactly what is stored; and a None, or
+        an empty list, where more is stored.
         """
-        names = chain(self.names, self._empty)
         known = frozenset(chain.from_iterable(map(prefixes_of, names)))
         replaced = self._replaced & known
         for name in reversed(list(self._values)):  # of a list, its last elements first

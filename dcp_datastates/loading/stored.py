@@ -131,8 +131,8 @@ class Stored(Mapping[str, Described | None]):
     def kinds(self, names: Iterable[str | None]) -> Ints:
         """(N,): 1 for the name of a tensor, 0 for that of an object, and -1 if no value has the name."""
         number: Mapping[Any, int] = self._catalog.number
-        numbers = np.array([number.get(name, -1) for name in names], np.int64)
-        return np.where(numbers < 0, -1, self._catalog.properties[numbers] >= 0)
+        kinds = np.append(np.int64(self._catalog.properties >= 0), -1)
+        return kinds[[number.get(name, -1) for name in names]]
 
     def shapes_if_same(
         self, names: Sequence[str], values: Sequence[Any]

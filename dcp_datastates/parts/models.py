@@ -7,6 +7,7 @@ matched by identity.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -72,7 +73,10 @@ def load_model_state(
         keys = {name: key for key, name in zip(plain, wrappers.names(plain), strict=True)}
         mine = state if len(modules) == 1 else {n: v for n, v in state.items() if n in keys}
         left -= mine.keys()
-        module.load_state_dict({keys.get(n, n): v for n, v in mine.items()}, strict=strict)
+        given: Any = OrderedDict((keys.get(name, name), value) for name, value in mine.items())
+        # A module without a version takes the values for those of an old one, and may convert them.
+        given._metadata = getattr(plain, "_metadata", None)
+        module.load_state_dict(given, strict=strict)
     if left and strict:
         raise RuntimeError(f"no part of the model has {sorted(left)}")
 

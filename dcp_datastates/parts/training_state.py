@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _RANK: Final = "rank-"
 _PACKED: Final = "packed"
 """The name, below that of an object, of a state that DCP would change: it is stored as ``torch.save`` writes it."""
+_RESERVED: Final = re.compile(rf"{_PACKED}|{_RANK}\d+")
 
 
 @dataclass
@@ -96,13 +97,14 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        if _PACKED in state or not _keeps_its_types(state):
+        if not _keeps_its_types(state):
             self.given = serialize(state)
             return {_PACKED: self.given}
-        return dict(_containers_copied(state))
+        copied = _containers_copied(state)
+        return dict(copied) if isinstance(state, Mapping) else {_PACKED: copied}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = state.get(_PACKED, state)
+        found = state.get(_PACKED, state) if isinstance(state, Mapping) else state
         if self.given is None or found is not self.given:
             self.value.load_state_dict(found)
 
@@ -198,6 +200,12 @@ class TrainingState:
                     del loaded[name]
                     left_out.append(name)
             elif isinstance(part, _Object):
+                if below - {_PACKED} and all(map(_RESERVED.fullmatch, below)):
+                    raise IncompatibleStateError(
+                        f"{name!r} was saved as a PerRank(…), and the program has not marked it: mark it, or pass "
+                        f"exclude={name!r}, which keeps it as the program made it. Nothing was changed.",
+                        missing=[name],
+                    )
                 replaced.append(name)
                 packed_in.append(f"{name}.{_PACKED}")
             elif not isinstance(part, (torch.Tensor, OptimizerPart)):
@@ -295,21 +303,21 @@ def _following(fit: Fit, stored: Sequence[str], part: OptimizerPart) -> Fit:
 
 
 def _keeps_its_types(value: Any) -> bool:
-    """Whether a state comes back from DCP as it was: with strings as keys, plain dicts and lists, and none empty.
+    """Whether a state comes back from DCP as it was: with strings as keys, plain dicts and lists, none empty within.
 
     One with sharded tensors cannot be packed, and passes.
     """
-    return _is_plain(value) or _any_sharded(value)
+    return (isinstance(value, Mapping) and _is_plain(value)) or _any_sharded(value)
 
 
 def _is_plain(value: Any, top: bool = True) -> bool:
     if isinstance(value, Mapping):
         if type(value) not in (dict, OrderedDict) or (type(value) is OrderedDict and not top):
             return False
+        if not value or (top and any(map(_RESERVED.fullmatch, map(str, value)))):
+            return top and not value
         keys = all(type(key) is str for key in value)
-        return (
-            (top or bool(value)) and keys and all(_is_plain(each, False) for each in value.values())
-        )
+        return keys and all(_is_plain(each, False) for each in value.values())
     if isinstance(value, (list, tuple)) and any(
         isinstance(each, (Mapping, list, tuple, torch.Tensor)) for each in value
     ):

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -39,13 +39,15 @@ _MOST_LOOKED_AT: Final = 2048
 
 def is_nothing(value: Any) -> bool:
     """Whether nothing is lost with it."""
-    return value is None or (isinstance(value, (Collection, str, bytes)) and not len(value))
+    is_sized = isinstance(value, Collection) and getattr(value, "shape", None) != ()
+    return value is None or (is_sized and not len(value))
 
 
 def word_of(value: Any) -> int:
     """A digest of 64 bits, which is equal on all ranks for equal values. Of large values it covers the beginning."""
     digest = blake2b(digest_size=8)
-    _look(value, digest, [_MOST_LOOKED_AT])
+    with contextlib.suppress(Exception):  # it is stored by a way of its own
+        _look(value, digest, [_MOST_LOOKED_AT])
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -68,20 +70,18 @@ def _look(value: Any, digest: Any, left: list[int]) -> None:
             digest.update(value.reshape(-1)[:_MOST_LOOKED_AT].tobytes())
     elif isinstance(value, Mapping):
         digest.update(b"%d" % len(value))
-        for key, each in value.items():
-            _look(key, digest, left)
+        for each in chain.from_iterable(value.items()):
             _look(each, digest, left)
     elif isinstance(value, (set, frozenset)):
         words = sorted(map(word_of, value)) if len(value) <= left[0] else [len(value)]
         digest.update(repr(words).encode())
     elif isinstance(value, Sequence):
         digest.update(b"%d" % len(value))
-        for each in value[: max(left[0], 0)]:
+        for each in islice(value, max(left[0], 0)):
             _look(each, digest, left)
     else:
-        with contextlib.suppress(Exception):  # it is stored by a way of its own
-            made = value.__reduce_ex__(2)
-            _look(made if isinstance(made, str) else made[1:3], digest, left)
+        made = value.__reduce_ex__(2)
+        _look(made if isinstance(made, str) else made[1:3], digest, left)
 
 
 @lru_cache(maxsize=1024)

@@ -229,9 +229,13 @@ class _Nowhere(io.RawIOBase):
 
 
 class _Pickling(pickle.Pickler):
-    """Pickles objects as ``torch.save`` does, without the contents of tensors."""
+    """Pickles objects as ``torch.save`` does, without the contents of tensors. Refuses shards: one rank's is stored."""
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            placed = zip(value.placements, value.device_mesh.shape, strict=True)
+            if not all(each.is_replicate() or count == 1 for each, count in placed):
+                raise pickle.PicklingError("it holds a shard of a DTensor; use a dict or a list")
         return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from fractions import Fraction
 
 import pytest
@@ -11,11 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, assert_same, raises, writer
+from support.state.loops import Stateful
 from support.tiers import sampled
 from support.waiting import lines
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dcp_datastates as ds
 from dcp_datastates import CheckpointManager, DataStatesSavePlanner
+from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.planning import samples
 
 KINDS = {
@@ -25,6 +29,8 @@ KINDS = {
     "list": lambda rank: [1, [rank]],
     "tuple": lambda rank: (rank, "a"),
     "array": lambda rank: torch.arange(3).numpy() + rank,
+    "scalar array": lambda rank: torch.tensor(rank).numpy(),
+    "deque": lambda rank: deque([1, rank]),
     "set": lambda rank: {rank, "a"},
     "object": lambda rank: Fraction(rank, 7),
     "in a dict": lambda rank: {"deep": {"x": rank}},
@@ -88,6 +94,25 @@ def test_what_only_the_first_rank_has_is_stored_without_a_word(shared_dir):
     said = said_of(state, by_async_save, shared_dir / "b")
     assert ds.load(shared_dir / "b") == NOTHING, "the first rank's is stored"
     assert rank or all(f"'{name}'" in said for name in NOTHING), "and a value was lost"
+
+
+@ranks(2)
+def test_a_shard_within_an_object_is_refused_and_in_a_list_it_is_each_rank_s(shared_dir):
+    mesh = init_device_mesh("cpu", (2,))
+    shard = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    for value in ((shard, 1), {"a": deque([shard])}):
+        with raises(UnsupportedStateError, "'v", "DTensor; use a dict or a list"):
+            ds.save({"v": value}, shared_dir / "a")
+    ds.save({"v": (shard.redistribute(mesh, [Replicate()]), 1)}, shared_dir / "a")
+    states = {"one": shard, "list": [shard, 3]}
+    by_manager({name: Stateful(each) for name, each in states.items()}, shared_dir / "step-1")
+    found = {"one": Stateful(shard * 0), "list": Stateful([shard * 0, 0])}
+    with CheckpointManager(shared_dir, every=1, save_last=False) as manager:
+        manager.restore(1, found)
+    (second, number), first = found["list"].state, found["one"].state
+    assert number == 3
+    assert torch.equal(first.to_local(), shard.to_local())
+    assert torch.equal(second.to_local(), shard.to_local())
 
 
 CLASHES = {

@@ -228,6 +228,13 @@ def _damaged(data):
     return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
 
 
+def test_a_copy_of_what_lacks_a_file_says_so(tmp_path):
+    dcp_datastates.save({"w": torch.ones(9)}, tmp_path / "c")
+    next((tmp_path / "c").glob("*/*.safetensors")).unlink()
+    with raises(dcp_datastates.errors.CheckpointCorruptError, "r00000-0.safetensors"):
+        dcp_datastates.copy(tmp_path / "c", tmp_path / "copy")
+
+
 def test_another_checkpoint_at_the_target_stays(three, tmp_path):
     with raises(dcp_datastates.errors.CheckpointExistsError, "step-2"):
         dcp_datastates.copy(f"{three}/step-3", f"{three}/step-2")

@@ -141,6 +141,7 @@ def test_trouble_is_status_2_one_line_and_no_traceback(checkpoint, tmp_path):
     for arguments, word in [
         (("verify", tmp_path / "nowhere"), "does not exist"),
         (("verify", tmp_path / "stock"), "stock"),
+        (("retain", tmp_path / "stock" / ".metadata", "--keep", "1"), "is no directory"),
         (("verify", "s3:///step-1"), "bucket"),
         (("verify", checkpoint, "--threads", "0"), "threads"),
         (("verify",), "PATH"),

@@ -122,6 +122,15 @@ def test_a_stock_chunk_that_is_larger_than_its_bytes(tmp_path):
     refused(_stock_with(change, tmp_path), CheckpointCorruptError, "are stored", tmp_path, only="b")
 
 
+def test_conjugate_and_negative_views_in_stock_chunks(tmp_path):
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    save_stock({"conj": lazy, "neg": lazy.imag}, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "safetensors", **SMALL)
+    assert_same(
+        load_file(tmp_path / "out"), {"conj": lazy.resolve_conj(), "neg": torch.tensor([-2.0, 4.0])}
+    )
+
+
 def test_stock_chunks_of_columns_are_read_once(tmp_path, monkeypatch):
     whole = filled((3000, 1000), torch.float32)
     save_stock({"a": whole[:, :300].clone(), "b": whole[:, 300:].clone()}, tmp_path / "in")

@@ -90,8 +90,9 @@ def test_a_whole_torch_file_is_not_called_damaged(make, kind, words, tmp_path):
         torch.ones(3, dtype=torch.complex64).conj().imag,
         torch.ones(3).to_sparse(),
         torch.zeros(1).expand(1 << 50),
+        torch.ones(3, device="meta"),
     ],
-    ids=["conj", "neg", "sparse", "expanded"],
+    ids=["conj", "neg", "sparse", "expanded", "meta"],
 )
 def test_a_tensor_that_cannot_be_converted_can_be_excluded(value, tmp_path):
     torch.save({"a": torch.arange(3.0), "b": value}, tmp_path / "in")

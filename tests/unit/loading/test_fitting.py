@@ -101,6 +101,13 @@ def test_only_and_exclude_choose_by_names_prefixes_and_globs(options, taken, pat
     assert "unread" not in caplog.text
 
 
+def test_what_an_empty_checkpoint_lacks_is_named(tmp_path):
+    save({}, tmp_path / "c")
+    with pytest.raises(IncompatibleStateError) as refused:
+        load(tmp_path / "c", _zeros())
+    assert len(refused.value.missing) == 7
+
+
 @pytest.mark.parametrize(
     "rename",
     [

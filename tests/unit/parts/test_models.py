@@ -202,6 +202,15 @@ def test_hooks_may_split_and_rename_parameters():
     assert torch.equal(second[0].qk, first[0].qk)
 
 
+class _Versioned(nn.Linear):
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 WRAPS = {
     "compiled": lambda module: torch.compile(module, backend="eager"),
     "checkpointed": checkpoint_wrapper,
@@ -213,8 +222,8 @@ WRAPS = {
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("whole", [False, True])
 def test_wrappers_change_no_name_and_states_pass_between_all(wrap, whole):
-    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    wrapped = nn.Sequential(WRAPS[wrap](nn.Linear(3, 3)), nn.Linear(3, 3))
+    plain = nn.Sequential(_Versioned(3, 3), nn.Linear(3, 3))
+    wrapped = nn.Sequential(WRAPS[wrap](_Versioned(3, 3)), nn.Linear(3, 3))
     wrapped = WRAPS[wrap](wrapped) if whole else wrapped
     assert model_state([wrapped]).keys() == model_state([plain]).keys()
     load_model_state([wrapped], {n: each.clone() for n, each in model_state([plain]).items()})

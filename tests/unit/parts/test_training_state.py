@@ -214,7 +214,9 @@ marks = pytest.mark.parametrize("mark", [lambda part: part, PerRank], ids=["obje
         {"deep": [OrderedDict(a=1), {"b": defaultdict(int, c=2)}]},
         {"pair": (1, 2.0), "nested": ([1], {"a": 2})},
         {"packed": 3, "other": [1]},
+        {"rank-0": 3, "rank-1": 4},
         {"plain": {"a": [1, 2], "b": torch.ones(2)}, "none": None},
+        *([torch.ones(2)], [(1, 2), (3, 4)], torch.ones(2), "ab", 5, None),
     ],
     ids=str,
 )
@@ -235,6 +237,42 @@ def test_an_object_receives_exactly_what_it_gave(mark, state, tmp_path):
 
     assert types(restored.state) == types(state)
     assert repr(restored.state) == repr(state)
+
+
+@pytest.mark.parametrize("value", [5, None, [1, 2], torch.ones(3), (1,)], ids=str)
+def test_a_value_where_the_program_has_an_object_or_an_empty_dict_is_given_as_it_was(
+    value, tmp_path
+):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"object": value, "empty": value, "within": {"a": value}})
+        state = {"object": Stateful({"a": 1}), "empty": {}, "within": {"a": {}}}
+        checkpoints.restore(1, state)
+    found = [state["object"].state, state["empty"], state["within"]["a"]]
+    assert [*map(str, found)] == [str(value)] * 3
+
+
+def test_models_that_the_program_has_no_more_are_not_put_in_its_dicts(tmp_path, caplog):
+    with manager(tmp_path) as checkpoints:
+        saved = {"d": {"a": torch.nn.Linear(2, 2)}, "l": [torch.nn.Linear(2, 2), torch.ones(2)]}
+        checkpoints.save(1, {**saved, "w": torch.ones(3)})
+        state = {"d": {}, "w": torch.zeros(3)}
+        checkpoints.restore(1, state)
+        assert (state["d"], state["w"].sum()) == ({}, 3)
+        assert "'d.a.weight'" in caplog.text
+        for gone in (None, Stateful({"b": 1})):
+            with raises(IncompatibleStateError, "'d", "d.a.weight"):
+                checkpoints.restore(1, {"d": gone, "w": torch.zeros(3)})
+
+
+def test_an_object_that_is_no_more_marked_is_refused(tmp_path):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"loader": PerRank(Stateful({"a": 1})), "w": torch.ones(3)})
+        state = {"loader": Stateful({"a": 2}), "w": torch.zeros(3)}
+        with raises(IncompatibleStateError, "'loader'", "PerRank"):
+            checkpoints.restore(1, state)
+        assert (state["loader"].state, state["w"].any()) == ({"a": 2}, False)
+        checkpoints.restore(1, state, exclude="loader")
+    assert (state["loader"].state, state["w"].all()) == ({"a": 2}, True)
 
 
 @pytest.mark.parametrize("names", [["model", "average"], ["average", "model"]], ids=str)
