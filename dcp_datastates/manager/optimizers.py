@@ -28,6 +28,7 @@ import torch
 
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.format.structure import Structure, put_together, taken_apart
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
@@ -149,7 +150,10 @@ class OptimizerPart:
         }
         tensors: dict[str, dict[str, Any]] = {name: {} for name in nested}
         places = Places(live, names, stored, nested)
+        wrappers = frozenset(stored.wrappers)
         for name, old in mine.items():
+            if is_under(old, wrappers) and old not in wrappers:
+                continue  # a part, which is read into its wrapper
             kind, _, rest = name.partition(".")
             if name in values:
                 self._places[name] = values[name]
