@@ -241,7 +241,7 @@ class OptimizerPart:
 
     def _with_excluded(self, name: str, mine: Any, loaded: Any) -> Any:
         """What a parameter has after the load: what is stored, and what it has under names that are left out."""
-        if not isinstance(mine, Mapping):
+        if not isinstance(mine, Mapping) or not self.optimizer.state:
             return loaded
         assert self.fit is not None
         takes = self.fit.takes
