@@ -135,6 +135,11 @@ class OptimizerPart:
             if first is not None and self.fit.takes(f"{start}groups.{first}"):
                 self._places[f"groups.{first}"] = None  # which is then missing
             return
+        if any(name.startswith("param_groups.") for name in mine):
+            raise self._unfit(
+                f"was saved as state_dict() or torch's get_state_dict() gives it: load() returns it, for "
+                f"load_state_dict() or set_state_dict(); exclude='{start}param_groups' keeps the program's settings"
+            )
         small = {
             name: old
             for name, old in mine.items()
