@@ -18,6 +18,7 @@ from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
+from dcp_datastates.loading.models import check_memory
 from dcp_datastates.loading.session import LoadSession, Step, load_session
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
@@ -206,6 +207,8 @@ class _Load:
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
+                if getattr(type(value), "load_state_dict", None) is torch.nn.Module.load_state_dict:
+                    check_memory(self.loaded[name])
             self._objects, self._tensors = reads = fitting.reads(self.loaded)
             self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
             asked = stored.marks(fitting.held)

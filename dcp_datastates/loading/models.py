@@ -260,6 +260,14 @@ class Trainable:
         load_model_state([self.model], state, strict=False)
 
 
+def check_memory(state: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory: it would keep no value."""
+    if any(isinstance(each, torch.Tensor) and each.is_meta for each in state.values()):
+        raise ConfigurationError(
+            "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
+        )
+
+
 @dataclass
 class ModelPart:
     """A model, in one part or several, or what is trained of one."""
@@ -284,11 +292,8 @@ class ModelPart:
             state = self.given.to_fill(self.stored or ())
         else:
             state = model_state(self.modules)
-        values = state.values() if self.stored is not None else ()
-        if any(isinstance(each, torch.Tensor) and each.is_meta for each in values):
-            raise ConfigurationError(
-                "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
-            )
+        if self.stored is not None:
+            check_memory(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
