@@ -206,6 +206,8 @@ class _Load:
             for name in sorted(state, key=str):  # state_dict() may be a collective of the job's
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
+                if getattr(type(value), "load_state_dict", None) is torch.nn.Module.load_state_dict:
+                    check_memory(self.loaded[name])
             self._objects, self._tensors = reads = fitting.reads(self.loaded)
             self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
             asked = stored.marks(fitting.held)
@@ -246,3 +248,11 @@ class _Load:
 
 def _is_stateful(value: Any) -> bool:
     return type(value) not in _PLAIN and isinstance(value, Stateful)
+
+
+def check_memory(state: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory: it would keep no value."""
+    if any(isinstance(each, torch.Tensor) and each.is_meta for each in state.values()):
+        raise ConfigurationError(
+            "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
+        )

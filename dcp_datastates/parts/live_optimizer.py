@@ -81,8 +81,11 @@ class LiveOptimizer:
         if self.names.fsdp1 is None:
             packed = optimizer.state_dict()
         else:
+            had_state = bool(optimizer.state)
             with _gradients_for(optimizer, first_state=to_fill):
                 packed = dict(get_optimizer_state_dict(self.names.fsdp1, optimizer))
+            if not had_state:
+                optimizer.state.clear()  # torch took a step to make one
             found = list(chain.from_iterable(group["params"] for group in packed["param_groups"]))
             (model,) = self.names.in_model
             in_model = {name: f"{model}.{name}" for name in found}

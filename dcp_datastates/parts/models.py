@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.loading.load import check_memory
 from dcp_datastates.staging.ownership import by_storage
 
 _WRAPPED: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -288,11 +289,8 @@ class ModelPart:
             state = self.given.to_fill(self.stored or ())
         else:
             state = model_state(self.modules)
-        values = state.values() if self.stored is not None else ()
-        if any(isinstance(each, torch.Tensor) and each.is_meta for each in values):
-            raise ConfigurationError(
-                "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
-            )
+        if self.stored is not None:
+            check_memory(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, filterfalse
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.optimizer_state import Group, OptimizerState, nested_states
+from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.parts.live_optimizer import LiveOptimizer, Places, placements_of
@@ -88,6 +89,11 @@ class OptimizerPart:
             if first is not None and self.fit.takes(f"{start}groups.{first}"):
                 self._places = {"groups": {first: None}}  # which is then missing
             return
+        if any(name.startswith("param_groups.") for name in mine):
+            raise self._unfit(
+                f"was saved as state_dict() or torch's get_state_dict() gives it: load() returns it, for "
+                f"load_state_dict() or set_state_dict(); exclude='{start}param_groups' keeps the program's settings"
+            )
         small = {
             name: old
             for name, old in mine.items()
@@ -97,15 +103,18 @@ class OptimizerPart:
         for name, old in small.items():
             self._put(name, found[old])
         places = Places(live, names, stored, nested_states(self._places, self.renamed))
-        for name in filterfalse(small.__contains__, mine):
+        wrappers = frozenset(stored.wrappers)
+        for name, old in mine.items():
+            if name in small or (is_under(old, wrappers) and old not in wrappers):
+                continue  # it is there, or it is a part, which is read into its wrapper
             kind, _, rest = name.partition(".")
             if kind == "state":
                 parameter, path = places.split(rest)
                 if parameter is not None:  # else another rank's, or the reader says so
                     states = self._places.setdefault(kind, {}).setdefault(parameter, {})
-                    states[path] = places.place(parameter, path, stored.get(mine[name]))
+                    states[path] = places.place(parameter, path, stored.get(old))
             elif kind != "params":
-                self._put(name, stored.new(mine[name]))
+                self._put(name, stored.new(old))
             elif rest in live.names.parameters:
                 self._put(name, live.names.parameters[rest])
         loaded = OptimizerState.of_stored(self._places, self.renamed, in_part=True)
@@ -170,7 +179,7 @@ class OptimizerPart:
 
     def _with_excluded(self, name: str, mine: Any, loaded: Any) -> Any:
         """What a parameter has after the load: what is stored, and what it has under names that are left out."""
-        if not isinstance(mine, Mapping):
+        if not isinstance(mine, Mapping) or not self.optimizer.state:
             return loaded
         assert self.fit is not None
         takes = self.fit.takes

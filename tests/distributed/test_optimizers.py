@@ -118,6 +118,33 @@ def test_states_come_back_also_between_a_validation_and_a_step(shared_dir, wrap,
     same(second["optimizer"].state_dict(), first["optimizer"].state_dict())
 
 
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP1"])
+@ranks(2)
+def test_what_a_restore_leaves_out_stays_as_the_program_made_it(shared_dir, wrap):
+    def made(rate):
+        def groups(parameters):
+            of_none = {"params": [], "lr": rate}
+            return torch.optim.AdamW([{"params": parameters}, of_none], lr=rate, amsgrad=True)
+
+        return program(WRAPS[wrap], groups)
+
+    first = made(0.1)
+    train(first)
+    saved(shared_dir, first)
+    for left_out, stepped in (("optimizer", False), ("optimizer.groups", True)):
+        second = made(0.2)
+        with manager(shared_dir) as checkpoints:
+            checkpoints.restore(0, second, exclude=left_out)
+        assert bool(second["optimizer"].state) == stepped
+        assert second["optimizer"].param_groups[0]["lr"] == 0.2
+        train(second)
+    third = made(0.2)
+    restored(shared_dir, third)
+    assert [group["lr"] for group in third["optimizer"].param_groups] == [0.1, 0.2]
+    train(first), train(third)
+    same(third["optimizer"].state_dict()["state"], first["optimizer"].state_dict()["state"])
+
+
 def stages(layout):
     """This rank's parts of a model with four layers, one group of the optimizer for each."""
     parts = []

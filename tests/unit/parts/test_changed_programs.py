@@ -11,8 +11,9 @@ import torch
 from support.state.checkpoints import assert_same
 from support.state.loops import Stateful
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from dcp_datastates import CheckpointManager
+from dcp_datastates import CheckpointManager, save
 from dcp_datastates.errors import IncompatibleStateError
 
 
@@ -197,3 +198,16 @@ def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
     assert fresh.state == {}
     assert history == {}
     assert w.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_settings_under_the_names_of_torch_are_refused_and_may_be_left_out(tmp_path, flat):
+    old, state = _step(_program(6, 5)), _program(6, 5)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    names = get_state_dict(old["model"], old["optimizer"], options=options)
+    save(dict(zip(("model", "optimizer"), names, strict=True)), tmp_path / "step-7")
+    with pytest.raises(IncompatibleStateError, match=r"exclude='optimizer\.param_groups' keeps"):
+        _restore(tmp_path, state)
+    assert not state["optimizer"].state
+    assert _restore(tmp_path, state, exclude="optimizer.param_groups") == 7
+    assert_same(state["optimizer"].state_dict(), old["optimizer"].state_dict())
