@@ -57,7 +57,7 @@ BUDGETS = {
     "huggingface": 1_120,
     "io": 2_424,
     "journal": 840,
-    "lightning": 722,
+    "lightning": 721,
     "loading": 1_671,
     "manager": 2_133,
     "megatron": 287,
