@@ -54,7 +54,7 @@ BUDGETS = {
     "dcp": 1_948,
     "deepspeed": 729,
     "format": 3_111,
-    "huggingface": 1_120,
+    "huggingface": 1_118,
     "io": 2_424,
     "journal": 840,
     "lightning": 721,
