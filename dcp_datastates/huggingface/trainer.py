@@ -298,21 +298,19 @@ class DataStatesTrainerMixin(SavesInBackground):
             raise _Unloadable(error) from error
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._resumed_from is None:
+        if self._resumed_from is None:  # else the model is loaded with its optimizer
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        else:
-            models = self._saved_models if model in (None, self.model) else {MODEL: model}  # type: ignore[attr-defined]
-            with self._loading():
-                load_parts(self._resumed_from, models, models, **self._load_options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._resumed_from is None:
+        """Load the model, too, which changes nothing before this: if one does not fit, both stay as they are."""
+        if (path := self._resumed_from) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        elif holds(self._resumed_from, OPTIMIZER):
-            with self._loading():
-                optimizers = self._saved_optimizers
-                parts = {**self._saved_models, **optimizers}
-                load_parts(self._resumed_from, parts, optimizers, **self._load_options)
+            return
+        models, parts = self._saved_models, {**self._saved_models, **self._saved_optimizers}
+        with self._loading():
+            has_optimizer = alike(path, partial(holds, path, OPTIMIZER))
+            load_parts(path, parts, parts if has_optimizer else models, **self._load_options)
+        if has_optimizer:
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 

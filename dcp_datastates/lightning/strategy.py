@@ -184,7 +184,7 @@ class DataStatesStrategyMixin(SavesInBackground):
             return found
         meta, stored = alike(path, lambda: self._read(path, weights_only))
         if self._fills_model:
-            self._load_shards(path)
+            self._load_shards(path, meta.get(COUNT, 0))
         else:
             stored[MODEL] = chosen(stored[MODEL], self._load_options)
         checkpoint = lightning_checkpoint(stored, meta)
@@ -230,23 +230,24 @@ class DataStatesStrategyMixin(SavesInBackground):
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         elif not self._fills_model:
             options: FitOptions = {"cast": True, **self._load_options}  # as Lightning does
-            self._load_optimizers(loaded.path, loaded.options(options))
+            self._load_parts(loaded.path, [*_numbered(self.optimizers)], loaded.options(options))  # type: ignore[attr-defined]
         if loaded is not None:
             self._restore_random_numbers()
 
-    def _load_shards(self, path: str) -> None:
+    def _load_shards(self, path: str, saved: int) -> None:
+        """Load model and optimizers, of which so many were ``saved``, together: if one does not fit, none changes."""
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         options: FitOptions = {"missing": "error" if strict else "ignore", **self._load_options}
-        with self._loading():
-            load_parts(path, {MODEL: self._module}, [MODEL], **options)
-        if self._is_fitting:
-            self._load_optimizers(path, self._load_options)
-            self._restore_random_numbers()
+        optimizers = [*_numbered(self.optimizers)] if self._is_fitting else []  # type: ignore[attr-defined]
+        if not strict and optimizers[saved:]:  # strict_loading means the model only
+            self._load_parts(path, optimizers[saved:], self._load_options)
+        self._load_parts(path, [MODEL, *optimizers], options)
+        self._restore_random_numbers()
 
-    def _load_optimizers(self, path: str, options: FitOptions) -> None:
-        optimizers = _numbered(self.optimizers)  # type: ignore[attr-defined]
+    def _load_parts(self, path: str, names: list[str], options: FitOptions) -> None:
+        parts = {MODEL: self._module, **_numbered(self.optimizers)}  # type: ignore[attr-defined]
         with self._loading():
-            load_parts(path, {MODEL: self._module, **optimizers}, optimizers, **options)
+            load_parts(path, parts, names, **options)
 
     def _restore_random_numbers(self) -> None:
         """A checkpoint from the end of an epoch is followed by the next epoch's shuffling."""
@@ -255,9 +256,7 @@ class DataStatesStrategyMixin(SavesInBackground):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return (
-            self._fills_model
-        )  # else as Lightning does: optimizers are made of what the hooks left
+        return self._fills_model  # else as Lightning does: optimizers are made of what hooks left
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:

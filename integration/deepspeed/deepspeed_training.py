@@ -66,6 +66,15 @@ class Changed(Model):
         return self.added(super().forward(inputs))
 
 
+class Grouped(Model):
+    """Trains its weights and its biases in groups of their own."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        named = list(self.named_parameters())
+        kinds = [[each for name, each in named if name.endswith(end)] for end in ("weight", "bias")]
+        return [{"params": each} for each in kinds]
+
+
 def engine(stage: int, datastates: object = None, model: type[Model] = Model, **more: Any) -> Any:
     """A new engine; with ``datastates``, the value of ``datastates_ckpt``, for this package."""
     torch.manual_seed(0)
@@ -114,9 +123,8 @@ def _initialized(model: torch.nn.Module, stage: int, datastates: object, **more:
         configuration["bf16"] = {"enabled": True}
     if datastates is not None:
         configuration["datastates_ckpt"] = datastates
-    made, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration
-    )
+    parameters = model.groups() if isinstance(model, Grouped) else model.parameters()
+    made, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=configuration)
     return made
 
 

@@ -24,6 +24,7 @@ from deepspeed_training import (
     STAGES,
     STEPS,
     Changed,
+    Grouped,
     Model,
     client_state,
     engine,
@@ -235,6 +236,7 @@ WAYS: dict[str, tuple[type[Model], dict[str, Any]]] = {
         Changed,
         {"load_module_strict": False, "load_optimizer_states": False},
     ),
+    "into other groups of the optimizer": (Grouped, {}),
     "what is not there": (Model, {"tag": "missing"}),
 }
 
@@ -251,10 +253,12 @@ def ways(root: Path) -> Any:
         training.destroy()
         for way, (model, options) in WAYS.items():
             training = engine(1, datastates, model)
+            before = [each.detach().clone() for each in training.module.parameters()]
             try:
                 path, state = training.load_checkpoint(root / name, **options)
             except Exception as error:
-                found: Any = type(error).__name__
+                same = all(map(torch.equal, training.module.parameters(), before))
+                found: Any = f"{type(error).__name__}, weights {'unchanged' if same else 'loaded'}"
             else:
                 rates = training.get_lr()
                 losses = [train(training, step) for step in (2, 3)]

@@ -223,15 +223,20 @@ def trainer(
     options: dict[str, Any] | None = None,
     adapters: bool = False,
     export: str | None = None,
+    refused: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A job of the Trainer. ``adapters``: only those of PEFT are trained. ``export``: where PEFT saves them."""
+    """A job of the Trainer. ``adapters``: only those of PEFT are trained. ``export``: where PEFT saves them.
+    ``refused``: the last rank has another optimizer, which does not fit.
+    """
     warnings.simplefilter("ignore")
     use_cpu_for_fsdp()
     sharding = {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}
     if state_dict_type is not None:
         sharding["state_dict_type"] = state_dict_type
     settings = {"max_steps": 7, "save_steps": 2, **arguments}
+    if refused and dist.get_rank() == dist.get_world_size() - 1:
+        settings["optim"] = "sgd"
     args = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -264,6 +269,8 @@ def trainer(
         **(options or {}),
     )
     assert job.is_fsdp_enabled == fsdp
+    if refused:
+        return refusal(job, resume)
     job.train(resume_from_checkpoint=resume)
     sharded = isinstance(next(job.model.parameters()), DTensor)
     assert sharded == fsdp
@@ -280,3 +287,13 @@ def trainer(
         "best": job.state.best_model_checkpoint,
         "lr": job.lr_scheduler.get_last_lr(),
     }
+
+
+def refusal(job: Any, resume: bool | str) -> dict[str, Any]:
+    """The error of a resume that does not fit, and whether the model is as it was made."""
+    try:
+        job.train(resume_from_checkpoint=resume)
+    except ds.errors.IncompatibleStateError as error:
+        pairs = zip(job.model.parameters(), tiny_llama().parameters(), strict=True)
+        return {"error": str(error), "same": all(torch.equal(full(a), b) for a, b in pairs)}
+    return {"error": "", "same": False}

@@ -180,3 +180,17 @@ def test_settings_of_groups_never_refuse_a_resume(
     for name, value in expected.items():
         assert same(found[name], value), name
     assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+@ENTRANCES
+def test_an_optimizer_that_does_not_fit_leaves_the_model_as_it_is(
+    run: Any, entrance: str, tmp_path: Path
+) -> None:
+    net = Net()
+    saved(run, tmp_path, net, adamw(net))
+    other = Net(9)
+    made = {name: each.detach().clone() for name, each in other.named_parameters()}
+    with pytest.raises(ds.errors.IncompatibleStateError, match="is that of AdamW"):
+        run(tmp_path, other, torch.optim.SGD(other.parameters(), 0.01, momentum=0.9), True)
+    for name, each in other.named_parameters():
+        assert torch.equal(each, made[name]), name

@@ -148,6 +148,17 @@ def test_the_trainer_with_ddp(tmp_path: Path) -> None:
     assert resumed["losses"] == from_step(losses, 3)
 
 
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "ddp"])
+def test_an_optimizer_that_does_not_fit_on_one_rank_leaves_the_model_of_all_as_it_is(
+    tmp_path: Path, fsdp: bool
+) -> None:
+    train(TRAINER, tmp_path, tmp_path, fsdp=fsdp, max_steps=2)
+    for one in job(TRAINER, 2, tmp_path, tmp_path, fsdp=fsdp, resume=True, refused=True):
+        found = one.result()
+        assert "is that of AdamW" in found["error"]
+        assert found["same"]
+
+
 def test_a_run_with_adapters_saves_them_alone_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     settings = {"fsdp": False, "max_steps": 5, "adapters": True}

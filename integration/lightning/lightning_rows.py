@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.tuner import Tuner
 from torch.distributed.fsdp import fully_shard
 
+from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.lightning import (
     DataStatesDDPStrategy,
     DataStatesModelParallelStrategy,
@@ -156,6 +157,21 @@ def resumed(
     """The losses after a checkpoint, or of a whole training, for ranks."""
     warnings.simplefilter("ignore")
     return Use(kind, Path(folder)).resume(globals()[model](), path, strategy=options)
+
+
+def refused(folder: str, kind: str, model: str, path: str) -> tuple[str, bool]:
+    """The error of a resume, for ranks; and whether the weights are as the model notes them in ``made``."""
+    made = globals()[model]()
+    try:
+        Use(kind, Path(folder)).resume(made, path)
+    except IncompatibleStateError as error:
+        return str(error), all(map(torch.equal, shards(made), made.made))
+    return "", False
+
+
+def shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of what this rank has of the weights."""
+    return [getattr(each, "_local_tensor", each).detach().clone() for each in model.parameters()]
 
 
 def weights(model: torch.nn.Module) -> list[float]:
@@ -330,6 +346,29 @@ class Extra(Net):
 def hooks_save_and_load_values_of_their_own(use: Use) -> Any:
     model = Extra()
     return use.resume(model, use.save(Extra())), model.seen
+
+
+class OtherOnTheLast(Net):
+    """Has another optimizer than the checkpoint, on the last rank only."""
+
+    def configure_optimizers(self) -> Any:
+        self.made = shards(self)
+        if self.global_rank < self.trainer.world_size - 1:
+            return super().configure_optimizers()
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+class OneMore(Net):
+    """Is not strict, and has an optimizer more than the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        self.made = shards(self)
+        first, second = list(self.net[0].parameters()), list(self.net[1].parameters())
+        return [torch.optim.AdamW(first), torch.optim.AdamW(second)]
 
 
 class NotStrict(Net):

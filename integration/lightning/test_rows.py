@@ -165,6 +165,22 @@ def test_an_error_names_the_options_of_the_strategy(tmp_path: Path) -> None:
         use.resume(Longer(), path)
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("OtherOnTheLast", "is that of AdamW"), ("OneMore", "the checkpoint has no 'optimizer_1'")],
+)
+def test_an_optimizer_that_does_not_fit_leaves_the_shards_of_all_ranks_as_they_are(
+    tmp_path: Path, model: str, said: str
+) -> None:
+    arguments = {"folder": str(tmp_path), "kind": "fsdp2"}
+    path = on_two_ranks("saved", tmp_path, model="Net", **arguments)
+    arguments |= {"model": model, "path": path, "module": "lightning_rows"}
+    for one in job("refused", 2, tmp_path, **arguments):
+        error, unchanged = one.result()
+        assert said in error
+        assert unchanged
+
+
 # ---- a damaged checkpoint ------------------------------------------------------------------------
 
 
