@@ -69,7 +69,7 @@ BUDGETS = {
     "saving": 1_969,
     "sharing": 697,
     "staging": 1_911,
-    "storage": 3_461,
+    "storage": 3_459,
     "tiers": 2_121,
     "torchtitan": 471,
     "weights": 920,

@@ -26,11 +26,7 @@ from dcp_datastates.format.optimizer_state import OptimizerState
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.format.structure import Structure, put_together, taken_apart
 from dcp_datastates.loading.stored import Described, Stored
-from dcp_datastates.parts.models import (
-    Wrappers,
-    fingerprint,
-    parameters_of,
-)
+from dcp_datastates.parts.models import Wrappers, fingerprint, parameters_of
 
 
 @dataclass
@@ -105,9 +101,13 @@ class LiveOptimizer:
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(self.names.fsdp1, self.optimizer, packed, options=options)
             return
+        own = self.optimizer.param_groups
+        for group, mine in zip(packed["param_groups"], own, strict=True) if given.groups else ():
+            if "param_names" in mine:  # hooks may read them
+                group["param_names"] = mine["param_names"]
         tensors = [
             {key: each for key, each in group.items() if isinstance(each, torch.Tensor)}
-            for group in self.optimizer.param_groups
+            for group in own
         ]
         self.optimizer.load_state_dict(packed)
         is_torchs = type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

@@ -165,7 +165,7 @@ class OptimizerPart:
             name: self._with_excluded(name, live.held.states.get(name), loaded.states.get(name))
             for name in live.names.parameters
         }
-        states = {name: each for name, each in states.items() if each}
+        states = {n: each for n, each in states.items() if isinstance(each, torch.Tensor) or each}
         live.give(OptimizerState(groups, states, loaded.rest))
         had = {name for group in loaded.groups for name in group.names}
         if had and (new := [name for name in live.names.parameters if name not in had]):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import re
 import secrets
@@ -81,7 +80,7 @@ class LocalStore:
         self._replace(key, pieces, nbytes=None)
 
     def get(self, key: str) -> bytes:
-        return bytes(_read(key, 0, None))
+        return _read(key, 0, None)
 
     def get_range(self, key: str, begin: int, end: int) -> Buffer:
         return _read(key, begin, end)
@@ -251,7 +250,7 @@ def _write(unfinished: Path, path: Path, pieces: Iterable[Buffer], nbytes: int |
         ) from error
 
 
-def _read(key: str, begin: int, end: int | None) -> Buffer:
+def _read(key: str, begin: int, end: int | None) -> bytes:
     """The bytes ``[begin, end)`` of an object (None: to its end), fewer if it ends before."""
     path = _path(key)
     with contextlib.suppress(OSError, ValueError):
@@ -260,14 +259,13 @@ def _read(key: str, begin: int, end: int | None) -> Buffer:
             return bytes.fromhex(text.removeprefix(_MARK))[begin:end]
     if (descriptor := presence.judged(local.open_regular, path)) is None:
         raise ObjectMissingError(str(path))
-    with closed_in_children(io.FileIO(descriptor)), local.explained("reading", path):
+    with closed_in_children(open(descriptor, "rb")) as file, local.explained("reading", path):
         nbytes = os.fstat(descriptor).st_size
         if end is None and nbytes > _MOST_BYTES:
             why = f"it has {nbytes} bytes, more than the metadata of any checkpoint"
             raise StorageError(errno.EFBIG, why, str(path))
-        data = bytearray(max(0, min(nbytes, nbytes if end is None else end) - begin))
-        del data[local.read_at(descriptor, begin, memoryview(data)) :]
-        return data
+        file.seek(begin)
+        return file.read(max(0, min(nbytes, nbytes if end is None else end) - begin))
 
 
 def create_name(unfinished: Path, path: Path) -> bool:

@@ -153,9 +153,8 @@ def test_whatever_a_program_changes_the_names_are_those_of_torch(seed):
         if isinstance(expected, dict):
             _same(model_state([model]), expected)
         expected = _result(torchs.get_optimizer_state_dict, model, optimizer)
-        if isinstance(
-            expected, dict
-        ):  # torch refuses the buffers' names, and parameters without a state
+        # Torch refuses the buffers' names, and parameters without a state.
+        if isinstance(expected, dict):
             _same(_state_of(model, optimizer), expected["state"])
         if rng.random() < 0.5:
             optimizer = _change(model, optimizer, rng)
@@ -192,10 +191,7 @@ class _Fused(nn.Module):
 
 
 def test_hooks_may_split_and_rename_parameters():
-    first, second = (
-        nn.Sequential(_Fused(), nn.Linear(2, 2)),
-        nn.Sequential(_Fused(), nn.Linear(2, 2)),
-    )
+    first, second = (nn.Sequential(_Fused(), nn.Linear(2, 2)) for _ in range(2))
     state = model_state([first])
     assert sorted(state) == ["0.k", "0.q", "1.bias", "1.weight"]
     load_model_state([second], {name: value.clone() for name, value in state.items()})

@@ -85,8 +85,8 @@ def _grouped(model, optimizer, cuts):
     return optimizer([{"params": parameters[a:b]} for a, b in itertools.pairwise(edges)])
 
 
-def _same_program(model, make):
-    return {"model": model, "optimizer": _grouped(model, make, [2])}
+def _same_program(model, make, cuts=(2,)):
+    return {"model": model, "optimizer": _grouped(model, make, cuts)}
 
 
 def _frozen(model, make):
@@ -116,10 +116,7 @@ CHANGES = {
     "same": _same_program,
     "frozen": _frozen,
     "reordered": _reordered,
-    "split groups": lambda model, make: {
-        "model": model,
-        "optimizer": _grouped(model, make, [1, 2, 5]),
-    },
+    "split groups": functools.partial(_same_program, cuts=[1, 2, 5]),
     "in parts": _in_parts,
     "has a state": _warmed,
     "compiled": lambda model, make: (
@@ -324,6 +321,16 @@ def test_a_setting_that_the_checkpoint_lacks_is_the_programs(tmp_path, caplog):
     assert "keeps its max_lr" in caplog.text
 
 
+def test_a_restore_gives_the_optimizer_what_its_state_dict_had(tmp_path):
+    models, make, given = (_Net(), _Net()), OPTIMIZERS["SGD"], []
+    first, second = ({"model": m, "optimizer": make(m.named_parameters())} for m in models)
+    first["optimizer"].state[first["model"].a.weight] = torch.arange(4.0)
+    _save(tmp_path, first)
+    second["optimizer"].register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    _restored(tmp_path, second)
+    same(given, [first["optimizer"].state_dict()])
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "odd"])
 def test_settings_may_be_left_out(kind, tmp_path):
     first = _saved(tmp_path, OPTIMIZERS[kind])
@@ -389,11 +396,8 @@ def test_moments_keep_a_dtype_that_is_not_their_parameters(tmp_path):
     first, second = program(), program()
     for parameter in first["model"].parameters():
         moments = torch.rand(parameter.shape)
-        first["optimizer"].state[parameter] = {
-            "step": torch.tensor(3.0),
-            "exp_avg": moments,
-            "exp_avg_sq": moments.double(),
-        }
+        state = {"step": torch.tensor(3.0), "exp_avg": moments, "exp_avg_sq": moments.double()}
+        first["optimizer"].state[parameter] = state
     _save(tmp_path, first)
     _restored(tmp_path, second)
     same(_by_name(second), _by_name(first))
