@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from dcp_datastates.config import check_options, parse_flag
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions
@@ -207,7 +208,7 @@ class _Load:
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
                 if getattr(type(value), "load_state_dict", None) is torch.nn.Module.load_state_dict:
-                    check_memory(self.loaded[name])
+                    check_memory(self.loaded[name], fitting.names, f"{name}.")
             self._objects, self._tensors = reads = fitting.reads(self.loaded)
             self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
             asked = stored.marks(fitting.held)
@@ -250,9 +251,13 @@ def _is_stateful(value: Any) -> bool:
     return type(value) not in _PLAIN and isinstance(value, Stateful)
 
 
-def check_memory(state: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory: it would keep no value."""
-    if any(isinstance(each, torch.Tensor) and each.is_meta for each in state.values()):
+def check_memory(state: Mapping[str, Any], stored: Iterable[str], prefix: str = "") -> None:
+    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory for one of the ``stored``
+    names, which begin with ``prefix``: it would not keep the value.
+    """
+    values = state.items()
+    empty = frozenset(prefix + key for key, v in values if getattr(v, "is_meta", False))
+    if any(is_under(name, empty) for name in stored):
         raise ConfigurationError(
             "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
         )
