@@ -229,7 +229,7 @@ class _Nowhere(io.RawIOBase):
 
 
 class _Pickling(pickle.Pickler):
-    """Pickles objects as ``torch.save``, without tensors' contents. Refuses shards: only one rank's object is stored."""
+    """Pickles objects as ``torch.save``, without tensors' contents. Refuses shards: one rank's object is stored."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, DTensor):
