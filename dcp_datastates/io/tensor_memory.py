@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -267,13 +268,14 @@ def copy_sharded(tensor: ShardedTensor, name: str) -> ShardedTensor:
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """The values in ``state`` by their names, and where they are.
 
-    Tensors on the meta device get memory, in ``state``, too. Raises :class:`IncompatibleStateError` if two values have
-    one name, or a container contains itself.
+    If there is a process group, tensors on the meta device get memory, in ``state``, too, as by DCP. Raises
+    :class:`IncompatibleStateError` if two values have one name, or a container contains itself.
     """
     try:
         values, paths = flatten(state)
         tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
-        if any(device.type == "meta" for device in set(map(_DEVICE, tensors))):
+        has_meta = any(device.type == "meta" for device in set(map(_DEVICE, tensors)))
+        if has_meta and dist.is_initialized():
             _init_state_dict(state)
             values, paths = flatten(state)
         if any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):

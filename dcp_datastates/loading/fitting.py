@@ -218,18 +218,31 @@ class Fitting:
         return unfit
 
     def _within(self) -> dict[str, KeyPath]:
-        """What is stored of the filled parts, and where it goes. A name that goes on behind that of a part may be that
-        of another part, which the program has no more.
+        """The stored values that belong to a filled part, with the path of each in the state, which begins with the
+        name of the part. A name may begin with that of a part, and belong to another one that the program no longer
+        has: the path of ``d.m.weight`` begins with ``d`` if it lay in the dict ``d``, and with ``d.m`` if that was a
+        model in ``d``.
         """
-        found = {}
+        found: dict[str, KeyPath] = {}
+        deeper: dict[
+            str, KeyPath
+        ] = {}  # what lay in a dict of which the program has made several parts
         for name, old in chain(self.names.items(), self._empty.items()):
-            for part in self._filled.intersection(prefixes_of(name)):
-                first, *rest = path = self._path(name, old)
+            if not (parts := list(filter(self._filled.__contains__, prefixes_of(name)))):
+                continue
+            path = self._path(name, old)
+            heads = {name_of(path[:count]): count for count in range(len(path), 0, -1)}
+            first = name_of(path[:1])
+            for part in parts:
                 if first == part:
                     found[name] = path
-                elif name != old or not rest:  # its path is not known
-                    found[name] = (part, name_of((first,)).removeprefix(f"{part}."), *rest)
-        return found
+                elif part in heads:
+                    deeper[name] = (part, *path[heads[part] :])
+                elif first.startswith(f"{part}.") and (name != old or len(path) == 1):
+                    # A leaf that was renamed into this part, or a flat state: no path is known.
+                    found[name] = (part, first.removeprefix(f"{part}."), *path[1:])
+        own = {path[0] for path in found.values()}
+        return {name: path for name, path in deeper.items() if path[0] not in own} | found
 
     def _path(self, name: str, old: str) -> KeyPath:
         """Where the value called ``name``, which is stored as ``old``, was."""
@@ -386,12 +399,16 @@ def _is_empty(value: object) -> bool:
 
 
 def _remove(root: dict[str, Any], path: KeyPath) -> None:
-    """Remove what is at ``path``; of a list, only its last element."""
-    container: Any = root
-    *before, last = map(key_of, path)
-    for key in before:
-        container = container[key]
-    if isinstance(container, list) and last != len(container) - 1:
-        container[int(last)] = None
-    else:
-        del container[last]
+    """Remove what is at ``path``, and the containers within the part that are empty then. In a list, what is not its
+    last element becomes None.
+    """
+    held: list[Any] = [root]
+    for part in path[:-1]:
+        held.append(held[-1][key_of(part)])
+    for container, key in reversed(list(zip(held, map(key_of, path), strict=True))[1:]):
+        if isinstance(container, list) and key != len(container) - 1:
+            container[int(key)] = None
+        else:
+            del container[key]
+        if container:
+            return

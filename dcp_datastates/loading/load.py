@@ -14,11 +14,12 @@ from typing_extensions import Unpack
 
 from dcp_datastates.config import check_options, parse_flag
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.io.reads import Reads
 from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.fitting import Fitting
-from dcp_datastates.loading.session import LoadSession, Step, load_session
+from dcp_datastates.loading.session import LoadSession, Step, load_session, refuse
 from dcp_datastates.loading.stored import Stored
 from dcp_datastates.loading.wrapper_loading import Wrappers
 from dcp_datastates.process.forks import public
@@ -80,7 +81,7 @@ def load(
         ``state``, or the new dict.
 
     Raises:
-        ConfigurationError: an argument cannot work.
+        ConfigurationError: an argument cannot work, on this rank or another.
         IncompatibleStateError: the checkpoint has no value under one of ``only`` (the error lists similar names), or
             ``state`` does not fit the checkpoint: the error has all names, shapes and dtypes that differ.
         CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError, UnsafeObjectError, StorageError:
@@ -89,22 +90,27 @@ def load(
         RankLostError: a rank died, was cut off, or did not come within ``timeout``.
         DataStatesError: anything else that failed on a rank, which the message names.
     """
-    check_options("load", options, FitOptions)
     check_group(process_group)
-    if path is None:
-        raise ConfigurationError(
-            "path=None: load(path, state) needs the checkpoint's directory; latest() returns None if it finds none"
-        )
-    if share_reads is not None:
-        parse_flag("share_reads", share_reads)
-    if not timeout > 0:
-        raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
-    fit = Fit.of(options, only)
-    places = locate_all(path, storage_options)
-    if state is not None and not isinstance(state, dict):
-        raise ConfigurationError(
-            f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
-        )
+    rank_set = ALONE if state is None else rank_set_of(process_group, no_dist)
+    try:
+        check_options("load", options, FitOptions)
+        if path is None:
+            raise ConfigurationError(
+                "path=None: load(path, state) needs the checkpoint's directory; latest() returns None if it finds none"
+            )
+        if share_reads is not None:
+            parse_flag("share_reads", share_reads)
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout={timeout!r} must be a number of seconds above 0")
+        fit = Fit.of(options, only)
+        places = locate_all(path, storage_options)
+        if state is not None and not isinstance(state, dict):
+            raise ConfigurationError(
+                f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
+            )
+    except Exception as error:
+        refuse(rank_set, path, "load()", error, DEFAULT_TIMEOUT)
+        raise
     into: dict[str, Any] = {} if state is None else state
 
     def prepare(stored: Stored) -> Fitting:
@@ -114,7 +120,6 @@ def load(
             into.update({name: stored.new(old) for name, old in names if old in stored})
         return fitting
 
-    rank_set = ALONE if state is None else rank_set_of(process_group, no_dist)
     with load_session(rank_set, places, "load()", timeout) as session:
         fitting = load_with(session, into, prepare, share_reads)
     return fitting.nested(into) if state is None else into
@@ -207,7 +212,7 @@ class _Load:
                 value = state[name]
                 self.loaded[name] = value.state_dict() if _is_stateful(value) else value
                 if getattr(type(value), "load_state_dict", None) is torch.nn.Module.load_state_dict:
-                    check_memory(self.loaded[name])
+                    check_memory(self.loaded[name], fitting.names, f"{name}.")
             self._objects, self._tensors = reads = fitting.reads(self.loaded)
             self._session.asked_bytes = sum(int(each.nbytes.sum()) for each in reads)
             asked = stored.marks(fitting.held)
@@ -250,9 +255,13 @@ def _is_stateful(value: Any) -> bool:
     return type(value) not in _PLAIN and isinstance(value, Stateful)
 
 
-def check_memory(state: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory: it would keep no value."""
-    if any(isinstance(each, torch.Tensor) and each.is_meta for each in state.values()):
+def check_memory(state: Mapping[str, Any], stored: Iterable[str], prefix: str = "") -> None:
+    """Raise :class:`ConfigurationError` if a model with this ``state_dict()`` has no memory for one of the ``stored``
+    names, which begin with ``prefix``: it would not keep the value.
+    """
+    values = state.items()
+    empty = frozenset(prefix + key for key, v in values if getattr(v, "is_meta", False))
+    if any(is_under(name, empty) for name in stored):
         raise ConfigurationError(
             "the model is on the meta device; give it memory before the restore, with model.to_empty(device=…)"
         )

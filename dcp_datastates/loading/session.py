@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup, commit_group
@@ -121,6 +122,25 @@ def load_session(
                 loads.is_loading = False
                 group.reading(session, False)
                 loads.detector.save_ended()
+
+
+def refuse(rank_set: RankSet, path: object, verb: str, error: Exception, timeout: float) -> None:
+    """Fail the load of all ranks, if there are several, with ``error``: this rank was called in a way that cannot work,
+    and the others come to the first step. Returns if they do not come within ``timeout``.
+    """
+
+    def work() -> bytes:
+        raise error
+
+    if rank_set.world > 1:
+        if isinstance(error, DataStatesError):
+            error.remark = f"rank {rank_set.ranks[rank_set.rank]} has called {verb} so"
+        place = Path(str(path))  # for messages: it may be what is wrong
+        with (
+            contextlib.suppress(RankLostError),
+            load_session(rank_set, [place], verb, timeout) as session,
+        ):
+            session.end(Step.OPEN, work)
 
 
 class LoadSession:

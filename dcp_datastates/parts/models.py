@@ -290,7 +290,7 @@ class ModelPart:
         else:
             state = model_state(self.modules)
         if self.stored is not None:
-            check_memory(state)
+            check_memory(state, self.stored)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -68,17 +68,15 @@ def _look(value: Any, digest: Any, left: list[int]) -> None:
         digest.update(repr((value.shape, value.dtype)).encode())
         if not value.dtype.hasobject:
             digest.update(value.reshape(-1)[:_MOST_LOOKED_AT].tobytes())
-    elif isinstance(value, Mapping):
-        digest.update(b"%d" % len(value))
-        for each in chain.from_iterable(value.items()):
-            _look(each, digest, left)
     elif isinstance(value, (set, frozenset)):
         words = sorted(map(word_of, value)) if len(value) <= left[0] else [len(value)]
         digest.update(repr(words).encode())
-    elif isinstance(value, Sequence):
+    elif isinstance(value, (Mapping, Sequence)):
         digest.update(b"%d" % len(value))
-        for each in islice(value, max(left[0], 0)):
-            _look(each, digest, left)
+        held = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+        for each in islice(held, max(left[0], 0)):
+            with contextlib.suppress(Exception):  # a function, say: the others count still
+                _look(each, digest, left)
     else:
         made = value.__reduce_ex__(2)
         _look(made if isinstance(made, str) else made[1:3], digest, left)

@@ -197,7 +197,7 @@ def _copy_object(value: Any, name: str) -> Any:
         try:
             copied = copy.deepcopy(value)
         except Exception:  # torch.save can often store objects that cannot be deep-copied
-            return _through_torch(value)
+            copied = _through_torch(value)
         if not _is_plain(copied):
             # deepcopy returns a function, say, itself, which cannot be stored.
             _Pickling(_Nowhere()).dump(copied)
@@ -229,7 +229,7 @@ class _Nowhere(io.RawIOBase):
 
 
 class _Pickling(pickle.Pickler):
-    """Pickles objects as ``torch.save`` does, without the contents of tensors. Refuses shards: one rank's is stored."""
+    """Pickles objects as ``torch.save``, without tensors' contents. Refuses shards: one rank's object is stored."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, DTensor):

@@ -100,7 +100,8 @@ def test_what_only_the_first_rank_has_is_stored_without_a_word(shared_dir):
 def test_a_shard_within_an_object_is_refused_and_in_a_list_it_is_each_rank_s(shared_dir):
     mesh = init_device_mesh("cpu", (2,))
     shard = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    for value in ((shard, 1), {"a": deque([shard])}):
+    computed = shard.detach().requires_grad_() * 1  # cannot be deep-copied
+    for value in ((shard, 1), {"a": deque([shard])}, (computed, 1)):
         with raises(UnsupportedStateError, "'v", "DTensor; use a dict or a list"):
             ds.save({"v": value}, shared_dir / "a")
     ds.save({"v": (shard.redistribute(mesh, [Replicate()]), 1)}, shared_dir / "a")

@@ -145,6 +145,31 @@ def test_ranks_that_fail_before_the_first_byte_fail_all_and_change_nothing(share
     assert found["w"].all()
 
 
+WRONG = {
+    "path": None,
+    "state": [],
+    "only": 3,
+    "exclude": None,
+    "storage_options": {"a": 1},
+    "timeout": 0,
+    "unknown": 1,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_argument_that_cannot_work_on_one_rank_fails_the_load_on_all_at_once(place, shared_dir):
+    path, found = shared_dir / "c", {"w": torch.zeros(3)}
+    save({"w": torch.ones(3)}, path)
+    for name, value in WRONG.items():
+        wrong = {name: value} if dist.get_rank() == place else {}
+        with raises(ConfigurationError, name, f"rank {place} has called load() so"):
+            load(**{"path": path, "state": found, **wrong})
+    assert not found["w"].any()
+    load(path, found)
+    assert found["w"].all()
+
+
 @ranks(2)
 def test_ranks_that_load_different_checkpoints_are_told_so(shared_dir):
     for name in ("one", "other"):

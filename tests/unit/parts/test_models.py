@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, AdamW
 
+from dcp_datastates import CheckpointManager, load, save
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.parts.models import are_parts, load_model_state, model_state
 from dcp_datastates.parts.optimizers import OptimizerPart
@@ -245,3 +246,21 @@ def test_parts_of_a_model_have_its_names_and_load_from_each_other():
     assert not are_parts([Part(0), Part(0)])
     load_model_state(parts, {n: each.clone() for n, each in model_state([whole]).items()})
     assert_same(model_state(parts), model_state([whole]))
+
+
+def _restored(path, state, **options):
+    with CheckpointManager(path.parent, every=1, save_last=False) as manager:
+        manager.restore(1, state, **options)
+
+
+@pytest.mark.parametrize("restored", [load, _restored])
+def test_a_part_on_the_meta_device_may_be_left_out(restored, tmp_path):
+    """The rest is loaded, as into any model; what is left out has no memory still."""
+    save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, tmp_path / "step-1")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ConfigurationError, match="meta device"):
+        restored(tmp_path / "step-1", {"model": model})
+    restored(tmp_path / "step-1", {"model": model}, exclude="model.1")
+    stored = load(tmp_path / "step-1", only="model.0")["model"]
+    assert_same(model[0].state_dict(), {name[2:]: value for name, value in stored.items()})
+    assert model[1].weight.is_meta

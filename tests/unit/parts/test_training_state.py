@@ -264,6 +264,35 @@ def test_models_that_the_program_has_no_more_are_not_put_in_its_dicts(tmp_path, 
                 checkpoints.restore(1, {"d": gone, "w": torch.zeros(3)})
 
 
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        ({"k": 1}, {"k": 0, "within": {"q": 1}, "list": [torch.ones(1), {"r": 2}]}),
+        ({"list": [{"r": 1}]}, {"list": [{"r": 2}, {"r": 3, "s": 4}]}),
+        ({"within": {"list": [{"r": 1}, 2]}}, {"within": {"q": {"r": 3}}, "list": [{"r": 3}]}),
+    ],
+    ids=["gone", "shorter", "other"],
+)
+def test_an_object_has_no_empty_dicts_left_of_what_was_not_saved(saved, here, tmp_path):
+    found = Stateful(here)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"object": Stateful(saved)})
+        checkpoints.restore(1, {"object": found})
+    assert found.state == saved
+
+
+def test_a_dict_goes_on_where_an_object_has_come_beside_it_in_the_dict_around_it(tmp_path):
+    saved = {"around": {"dict": {"a": 1, "b": {2: 3}}}}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {**saved, "x.y": {"z": 4}, "x": {"y": 5}})
+        for rename, around in ((None, "around"), ({"around": "other"}, "other")):
+            within = {"object": Stateful({"c": 1}), "dict": {}}
+            state = {around: within, "x.y": {}}
+            checkpoints.restore(1, state, missing="ignore", rename=rename)
+            assert within["dict"] == saved["around"]["dict"]
+            assert state["x.y"] == {"z": 4}
+
+
 def test_an_object_that_is_no_more_marked_is_refused(tmp_path):
     with manager(tmp_path) as checkpoints:
         checkpoints.save(1, {"loader": PerRank(Stateful({"a": 1})), "w": torch.ones(3)})

@@ -1,5 +1,7 @@
 """Samples of replicas: the same on ranks that hold the same, and a difference is named."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from support.state.chunks import Box, item
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.messages import LocalPlan
-from dcp_datastates.planning.samples import Held, Samples, sample
+from dcp_datastates.planning.samples import Held, Samples, sample, word_of
 
 SHAPE = (1024, 300)
 
@@ -93,3 +95,17 @@ def test_what_the_host_cannot_read_is_not_compared_and_the_rest_is():
         samples.check([said(values, "a", "b"), said(values, "b"), said(values), said(others)])
     with pytest.raises(ReplicasDifferError, match="'b'"):
         samples.check([said(values, "b"), said(values, "a"), said(others), said(values)])
+
+
+@pytest.mark.parametrize("opaque", [torch.relu, int, lambda: 0], ids=["builtin", "class", "lambda"])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "object"])
+def test_what_cannot_be_looked_into_hides_no_difference_behind_it(opaque, kind):
+    def held(number):
+        values = {"opaque": opaque, "number": number}
+        return {
+            "tuple": tuple(values.values()),
+            "dict": values,
+            "object": SimpleNamespace(**values),
+        }
+
+    assert word_of(held(1)[kind]) != word_of(held(2)[kind])
