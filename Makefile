@@ -148,7 +148,7 @@ NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub
     tests/unit/format/test_values.py tests/unit/staging/test_deferred_reads.py tests/unit/planning \
     tests/unit/dcp/test_round_trip_tensors.py tests/unit/dcp/test_round_trip_structure.py tests/unit/dcp/test_reader.py \
     tests/unit/dcp/test_planners.py tests/unit/dcp/test_refusals.py tests/unit/loading/test_fitting.py \
-    tests/distributed/test_items.py tests/unit/journal tests/unit/manager tests/unit/parts tests/unit/conversion \
+    tests/distributed/test_items.py tests/unit/journal tests/unit/manager tests/unit/training tests/unit/conversion \
     tests/distributed/test_named_shards.py tests/unit/ranks/test_meetings.py tests/distributed/test_gloo_tree.py \
     tests/distributed/test_meshes.py tests/distributed/test_planner_changes.py
 

@@ -25,7 +25,7 @@ MOST_MODULES = 135
 """Of the package, that its import brings."""
 
 WHEN_USED = ("checkpoints", "cli", "conversion", "deepspeed", "huggingface", "journal", "lightning")
-WHEN_USED += ("manager", "megatron", "monitoring", "parts", "sharing", "tiers", "torchtitan")
+WHEN_USED += ("manager", "megatron", "monitoring", "sharing", "tiers", "torchtitan", "training")
 WHEN_USED += ("weights",)
 
 PUBLIC = [name for name in dir(ds) if not name.startswith("_")]

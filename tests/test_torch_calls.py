@@ -26,7 +26,7 @@ WEAK = {
     "ranks/rank_set.py": "stores",
     "format/metadata_table.py": "catalogs",
     "storage/readable.py": "open files",
-    "parts/live_optimizer.py": "optimizers",
+    "training/live_optimizer.py": "optimizers",
     "journal/state_samples.py": "optimizers",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",

@@ -44,8 +44,8 @@ from dcp_datastates.manager.frameworks import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
-from dcp_datastates.parts.models import model_state
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.training.models import model_state
 
 logger = logging.getLogger(__name__)
 

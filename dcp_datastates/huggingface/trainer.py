@@ -62,9 +62,9 @@ from dcp_datastates.manager.frameworks import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import number_of
-from dcp_datastates.parts.models import Trainable
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.training.models import Trainable
 
 logger = logging.getLogger(__name__)
 

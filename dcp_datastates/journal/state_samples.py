@@ -26,14 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dcp_datastates._native import crc32c, sample_words
 from dcp_datastates.io.gradient_hooks import untraced
 from dcp_datastates.io.tensor_memory import PLAIN_TYPES, is_unusual, local_tensor, local_tensors
-from dcp_datastates.parts.live_optimizer import parameters_in
-from dcp_datastates.parts.models import ModelPart, Trainable
-from dcp_datastates.parts.optimizers import OptimizerPart
-from dcp_datastates.parts.per_rank import PerRank, RngState
-from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.planning.samples import word_of
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.staging.ownership import known_optimizers
+from dcp_datastates.training.live_optimizer import parameters_in
+from dcp_datastates.training.models import ModelPart, Trainable
+from dcp_datastates.training.optimizers import OptimizerPart
+from dcp_datastates.training.per_rank import PerRank, RngState
+from dcp_datastates.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

@@ -64,11 +64,11 @@ from dcp_datastates.manager.frameworks import (
     state_of,
     with_files,
 )
-from dcp_datastates.parts.per_rank import RngState
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import presence
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.training.per_rank import RngState
 
 logger = logging.getLogger(__name__)
 

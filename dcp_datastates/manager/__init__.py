@@ -2,7 +2,7 @@
 
 from dcp_datastates.manager.manager import CheckpointManager
 from dcp_datastates.manager.schedule import AutoInterval
-from dcp_datastates.parts.models import Trainable
-from dcp_datastates.parts.per_rank import PerRank, RngState
+from dcp_datastates.training.models import Trainable
+from dcp_datastates.training.per_rank import PerRank, RngState
 
 __all__ = ["AutoInterval", "CheckpointManager", "PerRank", "RngState", "Trainable"]

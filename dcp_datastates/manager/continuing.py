@@ -31,12 +31,12 @@ from dcp_datastates.errors import (
 from dcp_datastates.loading.fit import Fit, LoadOptions
 from dcp_datastates.loading.session import load_session
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
-from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import duration
+from dcp_datastates.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from dcp_datastates.loading.fit import Fit, FitOptions
 from dcp_datastates.loading.load import DEFAULT_TIMEOUT, load
 from dcp_datastates.loading.session import Step, load_session
 from dcp_datastates.manager.save_tracker import MaxFailures, SaveTracker
-from dcp_datastates.parts.models import names_below
-from dcp_datastates.parts.training_state import TrainingState
 from dcp_datastates.process.job_log import once_per_job
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.training.models import names_below
+from dcp_datastates.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

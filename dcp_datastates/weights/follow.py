@@ -21,9 +21,9 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.loading.stored import cut, shards_of
-from dcp_datastates.parts.models import Wrappers, load_model_state, model_state
 from dcp_datastates.process.forks import public
 from dcp_datastates.storage.object_path import AnyPath, Location, check_opens, locate
+from dcp_datastates.training.models import Wrappers, load_model_state, model_state
 from dcp_datastates.weights import version
 from dcp_datastates.weights.share import apply
 from dcp_datastates.weights.version import Index

@@ -26,7 +26,7 @@ from dcp_datastates.format.optimizer_state import OptimizerState
 from dcp_datastates.format.stored_names import prefixes_of
 from dcp_datastates.format.structure import Structure, put_together, taken_apart
 from dcp_datastates.loading.stored import Described, Stored
-from dcp_datastates.parts.models import Wrappers, fingerprint, parameters_of
+from dcp_datastates.training.models import Wrappers, fingerprint, parameters_of
 
 
 @dataclass

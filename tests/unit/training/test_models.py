@@ -15,8 +15,8 @@ from torch.optim import SGD, AdamW
 
 from dcp_datastates import CheckpointManager, load, save
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.parts.models import are_parts, load_model_state, model_state
-from dcp_datastates.parts.optimizers import OptimizerPart
+from dcp_datastates.training.models import are_parts, load_model_state, model_state
+from dcp_datastates.training.optimizers import OptimizerPart
 
 
 def _state_of(model, optimizer):

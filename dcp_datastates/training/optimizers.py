@@ -21,7 +21,7 @@ from dcp_datastates.format.optimizer_state import Group, OptimizerState, nested_
 from dcp_datastates.format.stored_names import is_under
 from dcp_datastates.loading.fit import Fit
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.parts.live_optimizer import LiveOptimizer, Places, placements_of
+from dcp_datastates.training.live_optimizer import LiveOptimizer, Places, placements_of
 
 logger = logging.getLogger(__name__)
 

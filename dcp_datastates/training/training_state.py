@@ -29,11 +29,11 @@ from dcp_datastates.loading.fitting import Fitting
 from dcp_datastates.loading.load import load_values, load_with
 from dcp_datastates.loading.session import LoadSession
 from dcp_datastates.loading.stored import Stored
-from dcp_datastates.parts.models import ModelPart, Trainable, are_parts, names_below
-from dcp_datastates.parts.optimizers import OptimizerPart
-from dcp_datastates.parts.per_rank import PerRank, RngState, differs
 from dcp_datastates.planning.column_planning import serialize
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.training.models import ModelPart, Trainable, are_parts, names_below
+from dcp_datastates.training.optimizers import OptimizerPart
+from dcp_datastates.training.per_rank import PerRank, RngState, differs
 
 logger = logging.getLogger(__name__)
 
