@@ -223,26 +223,21 @@ class Fitting:
         has: the path of ``d.m.weight`` begins with ``d`` if it lay in the dict ``d``, and with ``d.m`` if that was a
         model in ``d``.
         """
-        found: dict[str, KeyPath] = {}
-        deeper: dict[
-            str, KeyPath
-        ] = {}  # what lay in a dict of which the program has made several parts
+        found, split = dict[str, KeyPath](), dict[str, KeyPath]()
         for name, old in chain(self.names.items(), self._empty.items()):
-            if not (parts := list(filter(self._filled.__contains__, prefixes_of(name)))):
-                continue
-            path = self._path(name, old)
-            heads = {name_of(path[:count]): count for count in range(len(path), 0, -1)}
-            first = name_of(path[:1])
-            for part in parts:
+            for part in filter(self._filled.__contains__, prefixes_of(name)):
+                path = self._path(name, old)
+                first = name_of(path[:1])
                 if first == part:
                     found[name] = path
-                elif part in heads:
-                    deeper[name] = (part, *path[heads[part] :])
+                elif count := _count_of(path, part):
+                    # One dict was saved, of which the program has made several parts.
+                    split[name] = (part, *path[count:])
                 elif first.startswith(f"{part}.") and (name != old or len(path) == 1):
                     # A leaf that was renamed into this part, or a flat state: no path is known.
                     found[name] = (part, first.removeprefix(f"{part}."), *path[1:])
         own = {path[0] for path in found.values()}
-        return {name: path for name, path in deeper.items() if path[0] not in own} | found
+        return {name: path for name, path in split.items() if path[0] not in own} | found
 
     def _path(self, name: str, old: str) -> KeyPath:
         """Where the value called ``name``, which is stored as ``old``, was."""
@@ -396,6 +391,11 @@ def _common(spans: Mapping[str, tuple[int, int]]) -> set[str]:
 
 def _is_empty(value: object) -> bool:
     return value is None or (type(value) is list and not value)
+
+
+def _count_of(path: KeyPath, part: str) -> int:
+    """How many keys at the beginning of ``path`` are the name of ``part``; 0: its name is not among those."""
+    return next((n for n in range(1, len(path) + 1) if name_of(path[:n]) == part), 0)
 
 
 def _remove(root: dict[str, Any], path: KeyPath) -> None:
