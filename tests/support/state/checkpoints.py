@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -181,6 +182,16 @@ def raises(
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Malice:
+    """Makes the directory ``victim`` when it is unpickled."""
+
+    def __init__(self, victim: Path | str) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.victim),)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

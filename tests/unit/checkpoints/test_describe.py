@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from support.commands import run_cli
-from support.state.checkpoints import raises, save
+from support.state.checkpoints import Malice, raises, save
 from support.state.chunks import boxes, save_by_ranks
 from support.state.files import data_files, flip_bit
 from support.state.metadata import decision_of
@@ -217,12 +217,7 @@ def test_json_of_a_directory(root):
 
 def test_nothing_in_a_checkpoint_is_unpickled_but_its_metadata(tmp_path):
     victim = tmp_path / "victim"
-
-    class Malice:
-        def __reduce__(self):
-            return os.mkdir, (str(victim),)
-
-    save({"malice": Malice()}, tmp_path / "step-1")
+    save({"malice": Malice(victim)}, tmp_path / "step-1")
     shutil.rmtree(victim, ignore_errors=True)  # a save may copy an object
     ended = run_cli("inspect", "--tensors", tmp_path / "step-1")
     assert ended.returncode == 0

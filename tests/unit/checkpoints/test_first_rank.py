@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from support.state.checkpoints import raises
+from support.state.checkpoints import Malice, raises
 
 from dcp_datastates.checkpoints import first_rank
 from dcp_datastates.checkpoints.first_rank import from_first_rank
@@ -20,25 +20,20 @@ def test_no_answer_is_a_timeout_error():
     assert issubclass(NoAnswerError, TimeoutError)
 
 
-class _Malice:
-    ran = False
-
-    def __reduce__(self):
-        return setattr, (_Malice, "ran", True)
-
-
 @pytest.mark.parametrize(
     "found",
     [
-        pickle.dumps((_Malice(), None)),
+        pickle.dumps((Malice("made"), None)),
         *(b"", b"[", b"\x80", b"{}", b"7", b"[1]", b"[1, 2, 3]", b"[null, 7]", b'[null, "x"]'),
         b"[" * 100_000,
     ],
 )
-def test_what_a_stranger_writes_to_the_store_is_no_answer_and_runs_nothing(found):
+def test_what_a_stranger_writes_is_no_answer_and_runs_nothing(found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(NoAnswerError, match=r"not tell the latest.* does another program write"):
         first_rank._told(found, 0, "the latest")
-    assert not _Malice.ran
-    pickle.loads(pickle.dumps(_Malice()))
-    assert _Malice.ran, "the pickle must be able to do harm, or this test shows nothing"
-    _Malice.ran = False
+    assert list(tmp_path.iterdir()) == []
+    pickle.loads(pickle.dumps(Malice("made")))
+    assert list(tmp_path.iterdir()), (
+        "the pickle must be able to do harm, or this test shows nothing"
+    )

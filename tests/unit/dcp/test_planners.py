@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import pickle
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.state.checkpoints import (
     CACHE,
+    Malice,
     assert_same,
     async_save,
     clone,
@@ -218,17 +218,9 @@ def test_plans_of_strangers_are_not_unpickled(secret, tmp_path, monkeypatch):
     victim, planner = tmp_path / "created", HalvingPlanner()
     planning = ObjectPlanning(planner, lambda _: planner.create_local_plan(), None)
     monkeypatch.setenv("DCP_DATASTATES_SECRET", secret)
-    forged = signed(pickle.dumps(_Malice(victim)))
+    forged = signed(pickle.dumps(Malice(victim)))
     monkeypatch.setenv("DCP_DATASTATES_SECRET", "s" * 32)
     for read in (planning.take, lambda data: planning.assign([data])):
         with raises(DataStatesError, "not signed by the job's secret"):
             read(forged)
     assert not victim.exists()
-
-
-class _Malice:
-    def __init__(self, victim):
-        self.victim = victim
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.victim),)

@@ -49,3 +49,13 @@ def test_a_state_comes_back_as_it_was(tmp_path, kind, groups, stored):
         ds.save({"optimizer": state}, tmp_path / "x")
         state = ds.load(tmp_path / "x")["optimizer"]
     assert_same(packed_optimizer(state), optimizer.state_dict())
+
+
+def test_states_are_stored_in_the_order_of_the_parameters():
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in (model.bias, model.weight):  # which get their first gradients in this order
+        each.grad = torch.ones_like(each)
+        optimizer.step()
+    state = state_of({"model": model, "optimizer": optimizer})["optimizer"]["state"]
+    assert list(state) == ["weight", "bias"]

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.state.checkpoints import assert_same, load_everything, raises, save
+from support.state.checkpoints import Malice, assert_same, load_everything, raises, save
 from support.state.files import data_files, put_back
 from support.state.metadata import decision_of, file_of, parts_of
 from support.state.states import filled
@@ -53,19 +53,11 @@ def test_metadata_without_their_table_are_damaged_and_not_taken_for_stock_dcp(ch
         load_everything(checkpoint)
 
 
-class _Malice:
-    def __init__(self, victim):
-        self.victim = victim
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.victim),)
-
-
 @pytest.mark.parametrize("with_table", [False, True])
 def test_a_malicious_pickle_runs_nothing(with_table, checkpoint, tmp_path_factory):
     """It is not even looked at: with a table behind it that is whole, the checkpoint loads."""
     victim = tmp_path_factory.mktemp("victim") / "created"
-    malicious = pickle.dumps(_Malice(victim))
+    malicious = pickle.dumps(Malice(victim))
     pickle.loads(malicious)
     assert victim.exists(), "the pickle must be able to do harm, or this test shows nothing"
     victim.rmdir()

@@ -121,8 +121,13 @@ def test_of_a_long_file_the_newest_records_are_read(tmp_path):
 def test_training_goes_on_where_no_record_can_be_written(tmp_path):
     (tmp_path / ".datastates-journal").write_text("a file")
     with lines(logging.WARNING) as said, manager(tmp_path, journal=True) as saves:
+        released = threading.Event()
+        saves._journal._worker.post(
+            released.wait
+        )  # so that all records wait when the first one fails
         for step in range(3):
             saves.save(step, {"w": torch.ones(4)})
+        released.set()
     assert committed_names(tmp_path) == ["step-0", "step-1", "step-2"]
     assert len([each for each in said if "the journal ends here" in each]) == 1
 
